@@ -55,7 +55,8 @@ from cogfast.extensions.stores.store import StoreError
 
 if TYPE_CHECKING:
     from cogfast.cli.options import Request
-    from cogfast.config import Config
+    from cogfast.door.merged_config import Config
+    from cogfast.train.run.opened import Run
     from cogfast.train.trainer import Trainer
 
 _USAGE = """\
@@ -98,7 +99,7 @@ def _load(request: Request, is_of_run: bool = False) -> Config:
     start_logging()
     # Imports stay inside the commands: torch takes seconds, and `cogfast --help` does not need it.
     from cogfast.cli.options import check_packages
-    from cogfast.config import load_config
+    from cogfast.door.load import load_config
 
     check_packages(request.allow_import)
     # load_config imports torch, whose many objects all stay: looking through them for garbage
@@ -116,11 +117,11 @@ def _print(text: str) -> None:
         sys.stdout.write(printable(text, keep="\n"))
 
 
-def _show(config: Config, check: Callable[[Config], None]) -> None:
+def _show(config: Config, check: Callable[[Run], None]) -> None:
     """Print a configuration (--dry-run), and the line with which a run of it would end on this machine."""
     from cogfast.config.components import with_defaults
-    from cogfast.config.merged_config import to_dicts
     from cogfast.distributed.parallelize import run_without_dynamo
+    from cogfast.door.merged_config import to_dicts
 
     if not is_first_rank():
         return
@@ -132,7 +133,7 @@ def _show(config: Config, check: Callable[[Config], None]) -> None:
         return
     run_without_dynamo()  # the check builds an optimizer
     try:
-        check(config)
+        check(config.run)
     except Exception as error:
         if not _is_known(error):
             raise
@@ -150,8 +151,10 @@ def train(argv: Sequence[str], kind: Callable[[Config], Trainer] | None = None) 
     refuse_sampling_keys(config.origins, config.args)
     if not request.dry_run:
         check_ranks()
-    config = infer_layout(config, reads_stores=not request.dry_run)
-    config = fill_from_pipeline(config, not request.dry_run, is_of_run=not request.base)
+    runs = not request.dry_run
+    config = config.filled(partial(infer_layout, reads_stores=runs))
+    filled = partial(fill_from_pipeline, may_download=runs, is_of_run=not request.base)
+    config = config.filled(filled)
     if request.dry_run:
         from cogfast.train.preflight.check import check_train
 
@@ -173,9 +176,10 @@ def cache(argv: Sequence[str]) -> None:
 
     config = _load(request)
     check_ranks()
-    config = fill_from_pipeline(infer_layout(config), is_of_run=not request.base)
-    check_cache(config)
-    cache_latents(config, price)
+    config = config.filled(infer_layout)
+    run = config.filled(partial(fill_from_pipeline, is_of_run=not request.base)).run
+    check_cache(run)
+    cache_latents(run, price)
 
 
 def sample(argv: Sequence[str]) -> None:
@@ -189,12 +193,12 @@ def sample(argv: Sequence[str]) -> None:
     refuse_training_keys(config.origins)
     if not request.dry_run:
         check_ranks()
-    config = fill_from_pipeline(config, not request.dry_run, is_of_run)
-    config = request.sampling.apply(config)
+    filled = partial(fill_from_pipeline, may_download=not request.dry_run, is_of_run=is_of_run)
+    config = config.filled(filled).filled(request.sampling.settings)
     if request.dry_run:
         from cogfast.train.preflight.check import check_sample
 
-        _show(config, lambda it: check_sample(it, request.weights))
+        _show(config, lambda run: check_sample(run, request.weights))
         return
     # Prompts are read before any check: a missing file should not cost the user a long start.
     prompts, files = read_prompts(request, config.args)
@@ -202,7 +206,7 @@ def sample(argv: Sequence[str]) -> None:
     from cogfast.extensions.sample.lora_overlay import LoraOverlay
 
     sample_videos(
-        config,
+        config.run,
         prompts,
         files,
         Path(request.out or config.args.output_dir),
@@ -235,7 +239,7 @@ def finetune(argv: Sequence[str]) -> None:
     if args.plan is not None:
         from cogfast.extensions.plan.text import describe_plan
 
-        _print(describe_plan(trainer.config, args.plan))
+        _print(describe_plan(trainer.config.run, args.plan))
     elif args.dry_run:
         from cogfast.train.preflight.check import check_train
 
@@ -269,13 +273,15 @@ def plan(argv: Sequence[str]) -> None:
     request, found = parse_plan(argv)
     config = _load(request)
     if found.table:
-        from cogfast.extensions.plan.table import WORLDS, describe_table
+        from cogfast.extensions.plan.table import WORLDS, describe_table, find_layouts
 
-        text = describe_table(config, found.gpu, found.gpus or WORLDS)
+        run = config.run
+        layouts = find_layouts(run, found.gpu, found.gpus or WORLDS)
+        text = describe_table(layouts, run.args, found.gpu)
     else:
         from cogfast.extensions.plan.text import describe_plan
 
-        text = describe_plan(config, found.gpu, found.gpus[0] if found.gpus else None)
+        text = describe_plan(config.run, found.gpu, found.gpus[0] if found.gpus else None)
     _print(text)
 
 

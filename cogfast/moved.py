@@ -8,6 +8,10 @@ from typing import Any
 
 # {public name: where it is now}
 MOVED = {
+    "cogfast.config.Config": "cogfast.door.merged_config.Config",
+    "cogfast.config.instantiate": "cogfast.config.components.instantiate",
+    "cogfast.config.load_config": "cogfast.door.load.load_config",
+    "cogfast.config.resolve": "cogfast.config.components.resolve",
     "cogfast.distributed.optimizers.Muon": "cogfast.extensions.prodigy_muon.optimizers.Muon",
     "cogfast.distributed.optimizers.Prodigy": "cogfast.extensions.prodigy_muon.optimizers.Prodigy",
     "cogfast.model.diffusers_kernels.apply_to_diffusers": "cogfast.extensions.diffusers_kernels.diffusers_kernels.apply_to_diffusers",

@@ -17,16 +17,16 @@ from typing import Any
 import yaml
 
 from cogfast.cli.option_table import Group, groups, parameters_of, render
-from cogfast.config.arguments import ModelArguments, TrainArguments
 from cogfast.config.components import PLACES, with_defaults
-from cogfast.config.deepspeed_keys import LOSS_SCALING, DeepSpeedSection
-from cogfast.config.load import CONFIGS, load_config
-from cogfast.config.merged_config import leaves, to_dict
 from cogfast.config.sat_classes import NETWORKS, TARGETS
+from cogfast.config.sat_keys import LOSS_SCALING, Only, Unused, rules
 from cogfast.config.sat_network import NETWORK_KEY, NETWORK_MODELS, VAE_KEY
-from cogfast.config.sat_unused import UNUSED
-from cogfast.config.sections import COMPONENTS, CONDITIONER, ONLY
-from cogfast.core.values import is_component_schema, json_schema, show
+from cogfast.config.yaml_files import CONFIGS, to_dict
+from cogfast.core.values import is_component_schema, json_schema, leaves, show
+from cogfast.door.deepspeed_keys import DeepSpeedSection
+from cogfast.door.load import load_config
+from cogfast.door.sections import COMPONENTS, CONDITIONER
+from cogfast.train.keys import ModelKeys, TrainKeys
 
 FILE = Path(__file__).resolve().parents[1] / "docs" / "options.md"
 SCHEMA = CONFIGS / "cogfast.schema.json"
@@ -107,9 +107,9 @@ def yaml_schema() -> dict[str, Any]:
         [CONDITIONER], {"emb_models": {"type": "array", "items": _component("emb_models")}}
     )
     sections = {
-        "model": _section("model", ModelArguments, components),
+        "model": _section("model", ModelKeys, components),
         "data": _component("data"),
-        "args": _section("args", TrainArguments),
+        "args": _section("args", TrainKeys),
         "deepspeed": _section("deepspeed", DeepSpeedSection, dict.fromkeys(LOSS_SCALING, {})),
     }
     return {
@@ -122,10 +122,11 @@ def yaml_schema() -> dict[str, Any]:
 
 def _section(name: str, kind: Any, more: dict[str, Any] | None = None) -> dict[str, Any]:
     known = {**_properties(kind), **(more or {})}
-    for key in (*UNUSED, *ONLY):
-        section, _, inner = key.partition(".")
-        if section == name and "." not in inner:
-            reason = UNUSED.get(key) or ONLY[key][1]
+    reasons = {key: rule.why for key, rule in rules(Unused, name).items()}
+    reasons |= {key: rule.fix for key, rule in rules(Only, name).items()}
+    for key, reason in reasons.items():
+        inner = key.partition(".")[2]
+        if "." not in inner:
             known[inner] = {"description": f"accepted, not used: {reason}", "deprecated": True}
     return {"anyOf": [_mapping(known), {"type": "null"}]}
 

@@ -18,7 +18,6 @@ from pathlib import Path
 import psutil
 
 from cogfast.config import load_config
-from cogfast.config.arguments import TrainArguments
 from cogfast.data.sources import headers
 from cogfast.distributed.process_groups import start_processes
 from cogfast.train.assembly import assemble_order
@@ -67,7 +66,7 @@ def main() -> None:
     if given.trust_index:
         words.append("data.params.trust_index=true")
     config = load_config([Path("cogfast/configs/cogvideox_2b.yaml")], words)
-    args = TrainArguments.from_config(config)
+    args = config.run.args
     before = psutil.Process().memory_info().rss
     start = time.perf_counter()
 

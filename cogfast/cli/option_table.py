@@ -16,15 +16,15 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from cogfast.config.arguments import GROUPS, ModelArguments, TrainArguments
 from cogfast.config.components import OWN_OPTIMIZERS, PLACES, SET_BY_CODE
-from cogfast.config.deepspeed_keys import DeepSpeedSection
 from cogfast.config.sat_classes import TARGETS
+from cogfast.config.sat_keys import Unused, rules
 from cogfast.config.sat_network import NETWORK_MODELS
-from cogfast.config.sat_unused import UNUSED
 from cogfast.core.values import describe, is_component_schema, json_schema, show
 from cogfast.data.datasets import ListedVideos, VideoList, VideoShards
+from cogfast.door.deepspeed_keys import DeepSpeedSection
 from cogfast.moved import find, public_module
+from cogfast.train.keys import GROUPS, ModelKeys, TrainKeys
 
 REQUIRED = "required"
 # Places of components -> the key of their params. The key of another place is that of its component, without
@@ -70,7 +70,7 @@ def groups() -> Iterator[Group]:
     """Yield all groups of options in the order of the file."""
     yield Group("args", text="How a run trains, evaluates and samples.", level=2)
     of_args: list[Group] = []
-    for option in of_model(TrainArguments, "args."):
+    for option in of_model(TrainKeys, "args."):
         if title := GROUPS.get(option.key.partition(".")[2]):
             of_args.append(Group(f"args: {title}"))
         of_args[-1].options.append(option)
@@ -84,7 +84,7 @@ def groups() -> Iterator[Group]:
         yield Group(f"data.params of {kind.__name__}", own)
     text = "The network and what is around it, each a class (`target`) with `params`."
     yield Group("model", text=text, level=2)
-    yield Group("model without its components", of_model(ModelArguments, "model."))
+    yield Group("model without its components", of_model(ModelKeys, "model."))
     for (where, users), kind in NETWORK_MODELS.items():
         yield Group(f"{where}{users}", of_model(kind))
     for name in PLACES:
@@ -95,8 +95,8 @@ def groups() -> Iterator[Group]:
     yield from _of_place("optimizer")
     # One row per reason: a dozen keys of the autoencoder's training share one.
     reasons: dict[str, list[str]] = {}
-    for key, reason in UNUSED.items():
-        reasons.setdefault(reason, []).append(key)
+    for key, rule in rules(Unused).items():
+        reasons.setdefault(rule.why, []).append(key)
     text = "SAT's keys that have no effect here. A run that sets one logs it with the reason."
     rows = [Option("`, `".join(keys), "", "", reason) for reason, keys in reasons.items()]
     yield Group("Accepted and not used", rows, text, level=2)

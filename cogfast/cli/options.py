@@ -19,9 +19,8 @@ from itertools import filterfalse
 from pathlib import Path
 
 from cogfast.cli.parser import RUN_CONFIG, Parser, check_run, local_path, number_up_to, refuse_cut
-from cogfast.config.arguments import GROUPS, TrainArguments
+from cogfast.config.sat_keys import Unused, rules
 from cogfast.config.sat_network import POSITION_KEY
-from cogfast.config.sat_unused import UNUSED
 from cogfast.core.files import read_limited
 from cogfast.core.keys import COMMAND_LINE, DEFAULT, find_origin, level
 from cogfast.core.values import nearest_folder
@@ -29,11 +28,12 @@ from cogfast.extensions.sample.flags import INPUTS, SamplingFlags, addresses
 from cogfast.extensions.sample.prompt_files import files_of_prompts, split_prompts, utf8_lines
 from cogfast.extensions.stores.mirror import copy_of
 from cogfast.model.weights.checkpoint_manifest import run_of, trained_settings
+from cogfast.train.keys import GROUPS, TrainKeys
 
-# SAT's flags without a value, in addition to the boolean fields of TrainArguments.
+# SAT's flags without a value, in addition to the boolean fields of TrainKeys.
 _SWITCHES = ("no_load_rng", "no_save_rng", "resume_dataloader", "debug", "force_pretrain")
 _SWITCHES += ("save_args", "batch_from_same_dataset", "deepspeed", "sdedit", "image2video")
-# SAT's flags that have a legal value here but no field in TrainArguments.
+# SAT's flags that have a legal value here but no field in TrainKeys.
 _OTHER_FLAGS = ("sdedit", "iterable_dataset", "deepspeed_config")
 # Keys of the configuration to values and to where they come from, for messages
 Settings = dict[str, tuple[object, str]]
@@ -417,9 +417,9 @@ def _parse_words(
 
     shown: {key: what the help says of it}; the help hides the others.
     """
-    hints = typing.get_type_hints(TrainArguments)
-    unused = [key.removeprefix("args.") for key in UNUSED if key.startswith("args.")]
-    for name in [*TrainArguments.model_fields] + unused + list(_OTHER_FLAGS):
+    hints = typing.get_type_hints(TrainKeys)
+    unused = [key.removeprefix("args.") for key in rules(Unused, "args")]
+    for name in [*TrainKeys.model_fields] + unused + list(_OTHER_FLAGS):
         # Both --train-iters and --train_iters; a name of one word has one spelling.
         flags = dict.fromkeys([f"--{name.replace('_', '-')}", f"--{name}"])
         help_text = shown.get(name, argparse.SUPPRESS)
@@ -446,7 +446,7 @@ def _all_overrides(
 
     A flag with a list value also takes the key=value arguments behind it, which stand before `words`.
     """
-    hints = typing.get_type_hints(TrainArguments)
+    hints = typing.get_type_hints(TrainKeys)
     behind: list[str] = []
     flags: dict[str, str] = {}
     for key, value in vars(found).items():
@@ -485,7 +485,7 @@ def _split_overrides(items: Sequence[str]) -> tuple[list[str], list[str]]:
 
 def _of_caller(stored: Settings, writes_cache: bool = False) -> Settings:
     """Unset what a run's file, which may come from elsewhere, must not decide, and weights that it need not read."""
-    sections, defaults = {name: values for name, (values, _) in stored.items()}, TrainArguments()
+    sections, defaults = {name: values for name, (values, _) in stored.items()}, TrainKeys()
     unset = {*addresses(sections)} - {*addresses(sections, is_of_run=True)}
     unset |= {f"args.{name}" for name in (*_OF_CALLER, *["latent_cache"] * writes_cache)}
     return {key: (getattr(defaults, key.removeprefix("args.")), DEFAULT) for key in unset}
@@ -517,7 +517,7 @@ def refuse_sampling_keys(origins: Mapping[str, str], args: Mapping[str, typing.A
 def refuse_training_keys(origins: Mapping[str, str]) -> None:
     """Raise ValueError if the command line of `cogfast sample` sets a key that only training reads."""
     group = ""
-    for name in TrainArguments.model_fields:
+    for name in TrainKeys.model_fields:
         group, key = GROUPS.get(name, group), f"args.{name}"
         is_of_training = group in ("learning rate", "evaluation")
         if is_of_training and find_origin(origins, key) == COMMAND_LINE:

@@ -11,11 +11,11 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
-from cogfast.config.arguments import TrainArguments
-from cogfast.config.merged_config import SECTIONS
 from cogfast.core.addresses import check_address, is_url
 from cogfast.core.values import nearest
+from cogfast.door.merged_config import SECTIONS
 from cogfast.extensions.stores.mirror import name_of, url_of
+from cogfast.train.keys import TrainKeys
 
 N = TypeVar("N", int, float)
 
@@ -94,7 +94,7 @@ def number_up_to(kind: type[N], most: int, least: float = 1) -> Callable[[str], 
 def refuse_cut(argv: Sequence[str], words: Sequence[str]) -> None:
     """Raise ValueError if one of `words`, which are neither options nor key=value, is a part of a key=value
     that a space has cut."""
-    names = TrainArguments.model_fields
+    names = TrainKeys.model_fields
     # A value such as that of --base=word is a part of its option, and no word of argv.
     for word in filter([*argv].__contains__, words):
         at = [*argv].index(word)

@@ -23,8 +23,8 @@ from typing import Annotated, Any, TypeGuard, get_args, get_origin
 
 from omegaconf import DictConfig, ListConfig
 
-from cogfast.config.merged_config import leaves, to_dict
 from cogfast.config.sat_classes import NETWORKS, TARGETS, SatClass
+from cogfast.config.yaml_files import to_dict
 from cogfast.core.component import Component
 from cogfast.core.keys import DEFAULT
 from cogfast.core.values import (
@@ -35,6 +35,7 @@ from cogfast.core.values import (
     is_component_schema,
     join,
     json_schema,
+    leaves,
     nearest,
     unknown_key,
     validated,

@@ -1,6 +1,6 @@
 """Maps SAT's class paths and keys to cogfast's.
 
-TARGETS maps class paths; other classes are refused (components.py). UNUSED (sat_unused.py) lists keys that are accepted without effect. Source: CogVideo's sat/ folder
+TARGETS maps class paths; other classes are refused (components.py). KEYS (sat_keys.py) lists keys that are not read. Source: CogVideo's sat/ folder
 (tag v1.0 and main) and SwissArmyTransformer's sat/arguments.py.
 """
 
@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
+from cogfast.config.sat_keys import why_unused
 from cogfast.config.sat_network import autoencoder_arguments, network_arguments
-from cogfast.config.sat_unused import UNUSED
 from cogfast.core.values import KeyProblem, join, show
 
 _DIFFUSION = "sgm.modules.diffusionmodules"
@@ -41,14 +41,14 @@ class SatClass:
             return self.arguments(params, where, unused)
         class_name, kept = sat_path.rpartition(".")[2], dict(self.defaults)
         for name, value in params.items():
-            key, unused_name = join(where, name), f"{class_name}.{name}"
+            key = join(where, name)
             if name in self.only:
                 only = self.only[name]
                 if value != only:
                     text = f"{key}={show(value)}: only {show(only)} is supported; use it"
                     raise KeyProblem(key, text)
-            elif unused_name in UNUSED:
-                unused[key] = UNUSED[unused_name]
+            elif why := why_unused(f"{class_name}.{name}"):
+                unused[key] = why
             else:
                 kept[name] = value
         return kept

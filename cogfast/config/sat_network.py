@@ -8,25 +8,20 @@ from typing import Annotated, Any, Literal
 from annotated_types import MaxLen
 from omegaconf import DictConfig
 
-from cogfast.config.arguments import TrainArguments
-from cogfast.config.merged_config import to_dict
-from cogfast.config.sat_unused import UNUSED
-from cogfast.core.keys import DEFAULT, find_origin, level
+from cogfast.config.sat_keys import LORA_KEY, NETWORK_KEY, why_unused
+from cogfast.config.yaml_files import to_dict
 from cogfast.core.values import (
     KeyProblem,
     Model,
     Range,
     check_mapping,
     join,
-    select,
     show,
     unknown_key,
     validated,
 )
 
-NETWORK_KEY = "model.network_config.params"
 POSITION_KEY = f"{NETWORK_KEY}.modules.pos_embed_config.params"
-LORA_KEY = f"{NETWORK_KEY}.modules.lora_config.params"
 VAE_KEY = "model.first_stage_config.params"
 POSITION_SINCOS = "dit_video_concat.Basic3DPositionEmbeddingMixin"
 POSITION_ROTARY = "dit_video_concat.Rotary3DPositionEmbeddingMixin"
@@ -207,8 +202,6 @@ _LORA_TARGETS = {
     "query_key_value": ("to_q", "to_k", "to_v"),
     "dense": ("to_out.0",),
 }
-# Key of args -> the param of lora_config that it sets
-_LORA_KEYS = {"lora_rank": "r", "lora_alpha": "lora_alpha", "lora_modules": "target_modules"}
 
 
 class NoParams(Model):
@@ -345,7 +338,8 @@ def _position(fields: dict, node: Any, where: str, unused: dict[str, str]) -> di
     for name in _INTERPOLATIONS:
         if fields.pop(name, None) is not None:
             outer = where.removesuffix(".modules")
-            unused[join(outer, name)] = UNUSED[f"Rotary3DPositionEmbeddingMixin.{name}"]
+            why = why_unused(f"Rotary3DPositionEmbeddingMixin.{name}")
+            unused[join(outer, name)] = why or ""
     found = _read(params, RotaryParams, where_params, unused, "Rotary3DPositionEmbeddingMixin")
     if found["hidden_size_head"] != head_width:
         raise KeyProblem(
@@ -362,57 +356,7 @@ def _position(fields: dict, node: Any, where: str, unused: dict[str, str]) -> di
     }
 
 
-def fold_lora(config: dict[str, Any], origins: dict[str, str]) -> None:
-    """Move args.lora_rank, lora_alpha and lora_modules to lora_config. Updates both arguments.
-
-    The command line beats files; two keys of one level must not contradict each other.
-    """
-    args, model = config["args"], config["model"]
-    found = {name: args.pop(name) for name in _LORA_KEYS}
-    given = {name: value for name, value in found.items() if value is not None}
-    if given:
-        _set_lora(model, given, origins)
-    for name in found:
-        del origins[f"args.{name}"]
-
-
-def _set_lora(model: dict[str, Any], given: Mapping[str, Any], origins: dict[str, str]) -> None:
-    validated(given, TrainArguments, "args")
-    network = select(model, "network_config.params.modules")
-    first, value = next(iter(given.items()))
-    key = f"args.{first}"
-    if not isinstance(network, dict):
-        raise KeyProblem(key, f"{key}={show(value)} has no model; add a model's file to --base")
-    found = network.get("lora_config")
-    node = dict(found) if isinstance(found, dict) else {}
-    params = dict(check_mapping(LORA_KEY, node.get("params")))
-    for name, value in given.items():
-        key, long = f"args.{name}", f"{LORA_KEY}.{_LORA_KEYS[name]}"
-        before, here, there = params.get(_LORA_KEYS[name]), origins[key], find_origin(origins, long)
-        if name == "lora_modules":
-            is_same = _lora_targets(key, value) == (before and _lora_targets(long, before))
-        else:
-            is_same = value == before
-        if before is not None and not is_same:
-            if level(here) == level(there):
-                text = f"{key}={show(value)}, but {long}={show(before)} ({there}); keep one of them"
-                raise KeyProblem(key, text)
-            if level(here) < level(there):
-                continue
-        params[_LORA_KEYS[name]], origins[long] = value, here
-    if "r" not in params:
-        text = f"{key}={show(value)} has no rank beside it; set args.lora_rank, such as 64"
-        raise KeyProblem(key, text)
-    # A lora_config of SAT's files keeps SAT's default, which is 1.
-    if "target" not in node and "lora_alpha" not in params:
-        params["lora_alpha"], origins[f"{LORA_KEY}.lora_alpha"] = params["r"], DEFAULT
-    network["lora_config"] = {"target": LORA, **node, "params": params}
-    frozen, of_rank = "model.not_trainable_prefixes", find_origin(origins, f"{LORA_KEY}.r")
-    if origins[frozen] == DEFAULT or level(of_rank) > level(origins[frozen]):
-        model["not_trainable_prefixes"], origins[frozen] = ["all"], of_rank
-
-
-def _lora_targets(key: str, names: Any) -> tuple[str, ...]:
+def lora_targets(key: str, names: Any) -> tuple[str, ...]:
     """Return diffusers' names of the linears that get adapters."""
     is_list = isinstance(names, list) and all(isinstance(name, str) for name in names)
     if not names or not is_list or not all(name in _LORA_TARGETS for name in names):
@@ -436,7 +380,7 @@ def _lora(modules: Mapping, where: str, unused: dict[str, str]) -> dict[str, Any
     key = join(where_params, "target_modules")
     targets = found.get("target_modules", ["query_key_value", "dense"])
     return {
-        "lora_targets": _lora_targets(key, targets),
+        "lora_targets": lora_targets(key, targets),
         "lora_rank": found["r"],
         "lora_alpha": float(found.get("lora_alpha", 1.0)),  # SAT's default: scaling is 1/r
         "lora_dropout": float(found.get("lora_dropout", 0.0)),
@@ -526,8 +470,8 @@ def _read(
     """
     given = {}
     for name, value in params.items():
-        if f"{sat_class}.{name}" in UNUSED:
-            unused[join(where, name)] = UNUSED[f"{sat_class}.{name}"]
+        if why := why_unused(f"{sat_class}.{name}"):
+            unused[join(where, name)] = why
         else:
             given[name] = value
     # A field without a description has one legal value, which nothing reads.

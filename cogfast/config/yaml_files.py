@@ -10,6 +10,7 @@ import io
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any, cast
 
 import yaml
 from omegaconf import DictConfig, ListConfig, OmegaConf
@@ -18,6 +19,7 @@ from omegaconf.errors import OmegaConfBaseException
 from cogfast.core.files import read_limited
 from cogfast.core.values import KeyProblem, cut, one_line
 
+CONFIGS = Path(__file__).resolve().parents[1] / "configs"  # the package's own files
 _MOST_BYTES = 2**19  # of a file
 _MOST_NESTED = 50  # levels of a file
 _MOST_VALUES = 10**5  # of a file with its aliases, or of a configuration with its interpolations
@@ -62,6 +64,12 @@ def read_yaml(path: Path, name: str, is_plain: bool = False) -> DictConfig:
         text = f"{name}: must be a mapping with sections model, data, args or deepspeed, not a list"
         raise ValueError(text)
     return loaded
+
+
+def to_dict(section: DictConfig) -> dict[str, Any]:
+    """Return a section as dicts, lists and plain values, with interpolations resolved."""
+    # A cast: OmegaConf types the result as whatever any of its nodes can hold.
+    return cast(dict[str, Any], OmegaConf.to_container(section, resolve=True))
 
 
 def check_nesting(text: str) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from cogfast.core.values import KeyProblem
@@ -30,6 +30,11 @@ class Component:
             if not self.key or str(error).startswith(_SECTIONS):
                 raise
             raise KeyProblem(self.key, f"{self.key}: {error}") from error  # --traceback shows where
+
+    def with_param(self, name: str, value: object) -> Component:
+        """Return the component with another value of a param, which is not checked."""
+        arguments, params = {**self.arguments, name: value}, {**self.params, name: value}
+        return replace(self, arguments=arguments, params=params)
 
     def named(self, name: str) -> str:
         """Return the dotted key of a param."""

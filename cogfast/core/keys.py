@@ -34,6 +34,8 @@ Share = Annotated[float, Range(0, 1)]
 # Origins of values that no file has
 COMMAND_LINE = "command line"
 DEFAULT = "default"
+# {dotted key: (value, its origin; None: the origins stay)}
+Settings = Mapping[str, tuple[Any, str | None]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,9 +52,15 @@ class Keys(Model):
 
     section: ClassVar[str] = "args"
 
+    @classmethod
+    def key(cls, name: str) -> str:
+        """Return the dotted key of a field."""
+        assert name in cls.model_fields, name
+        return f"{cls.section}.{name}"
+
     def problem(self, name: str, text: str) -> KeyProblem:
         """Return the error that `text` describes of the key `name`. The caller raises it."""
-        return KeyProblem(f"{self.section}.{name}", text)
+        return KeyProblem(self.key(name), text)
 
     def changed(self, **values: Any) -> Self:
         """Return the keys with these values, which are not checked."""

@@ -352,3 +352,29 @@ def select(node: Any, key: str) -> Any:
     for part in key.split("."):
         node = node.get(part) if isinstance(node, Mapping) else None
     return node
+
+
+def put(node: dict[str, Any], key: str, value: object) -> None:
+    """Set the value at a dotted key of nested mappings and lists, and add the mappings that are missing."""
+    *path, last = key.split(".")
+    inner: Any = node
+    for part in path:
+        if isinstance(inner, list):
+            inner = inner[int(part)]
+        else:
+            below = inner.get(part)
+            inner[part] = inner = {} if below is None else below
+    inner[last] = value
+
+
+def leaves(node: object, key: str = "") -> dict[str, object]:
+    """Return {dotted key: value} of plain sections. A list of mappings is taken item by item, another
+    list is one value."""
+    if isinstance(node, list) and any(isinstance(item, dict) for item in node):
+        node = dict(enumerate(node))
+    if not isinstance(node, dict):
+        return {key: node}
+    found: dict[str, object] = {}
+    for name, inner in node.items():
+        found |= leaves(inner, f"{key}.{name}" if key else str(name))
+    return found

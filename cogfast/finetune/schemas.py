@@ -23,9 +23,8 @@ from pydantic import (
 )
 
 from cogfast.cli.parser import Parser
-from cogfast.config.arguments import TrainArguments
 from cogfast.core.values import Range, cut, json_schema, problem_of, show
-from cogfast.train.keys import DiffusersSchedule
+from cogfast.train.keys import DiffusersSchedule, TrainKeys
 
 Count = Annotated[int, Range(1, 10**9)]
 Positive = Annotated[float, Range(0, 10**6)]
@@ -260,7 +259,7 @@ class _Parser(Parser):
         # argparse says "unrecognized arguments: --name=value ..."; other errors have no name.
         name = message.split()[2].partition("=")[0] if message.startswith("unrecog") else ""
         plain = name.lstrip("-").replace("-", "_")
-        if plain in TrainArguments.model_fields:
+        if plain in TrainKeys.model_fields:
             raise ValueError(f"{self.prog} has no option {name}; args.{plain}=VALUE sets it")
         if plain == "trust_cache":
             raise ValueError(f"{name} was removed: caches of CogVideo's trainer are encoded again")

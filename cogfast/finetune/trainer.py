@@ -19,8 +19,6 @@ from torch import Tensor
 import cogfast.train.trainer
 from cogfast.cli.launchers import check_ranks
 from cogfast.cli.streams import start_logging
-from cogfast.config import Config
-from cogfast.config.arguments import TrainArguments
 from cogfast.config.sat_network import transformer_arguments
 from cogfast.core.addresses import shown
 from cogfast.core.files import write_text
@@ -31,6 +29,7 @@ from cogfast.core.values import cut
 from cogfast.data.bad_samples import BadSample
 from cogfast.data.batches import in_unit_range, to_device
 from cogfast.data.video.clip import read_clip
+from cogfast.door.merged_config import Config
 from cogfast.extensions.dali.dali import on_readers_device
 from cogfast.extensions.sample.prompt_files import given_prompts, listed_files
 from cogfast.finetune.components import SHARED_MODEL, Accelerator, RunComponents, rotary_tables
@@ -209,7 +208,7 @@ class Trainer:
 
     def _check_methods(self) -> None:
         """Raise ValueError for overridden methods that the configuration cannot serve."""
-        methods, train = overridden(type(self), Trainer), TrainArguments.from_config(self.config)
+        methods, train = overridden(type(self), Trainer), self.config.run.args
         if train.model_parallel_size * train.context_parallel_size > 1:
             for name, functions in methods.items():
                 own = [function for function in functions if isfunction(function)]

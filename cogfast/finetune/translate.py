@@ -15,13 +15,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from cogfast.config import Config, load_config
-from cogfast.config.merged_config import to_dict
 from cogfast.config.sat_network import NETWORK_KEY, POSITION_KEY
-from cogfast.config.yaml_files import read_yaml
+from cogfast.config.yaml_files import read_yaml, to_dict
 from cogfast.core.files import read_limited
 from cogfast.core.keys import DEFAULT
 from cogfast.core.values import cut, nearest, select, show
+from cogfast.door.load import load_config
+from cogfast.door.merged_config import Config
 from cogfast.extensions.pipeline_folder.pipeline_folder import (
     fill_from_pipeline,
     find_config,
@@ -71,9 +71,8 @@ def translate(args: Args) -> Config:
     base, settings = _model_settings(args)
     # The file of --deepspeed_config comes last: it replaces the zero_optimization that is set here.
     settings |= _data_settings(args) | _training_settings(args) | _run_settings(args)
-    return fill_from_pipeline(
-        load_config([base], args.overrides, settings=settings | deepspeed_settings(args))
-    )
+    settings |= deepspeed_settings(args)
+    return load_config([base], args.overrides, settings=settings).filled(fill_from_pipeline)
 
 
 def _model_settings(args: Args) -> tuple[Path, Settings]:

@@ -6,7 +6,7 @@ import dataclasses
 import inspect
 import logging
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
@@ -37,13 +37,13 @@ from cogfast.extensions.memory.host_blocks import allocate_base, hold_base
 from cogfast.extensions.stores.mirror import url_of
 from cogfast.model.autoencoder import FirstStage
 from cogfast.model.initialization import initialize
+from cogfast.model.keys import ModelKeys
 from cogfast.model.lora import is_lora_parameter
 from cogfast.model.transformer import DiffusionTransformer, Network
 from cogfast.model.weights.load import LoadReport, load_adapters, load_transformer
 from cogfast.train.encode import Encoder
-from cogfast.train.frozen_encoders import NO_OVERRIDES, EncodeOverrides
+from cogfast.train.frozen_encoders import NO_OVERRIDES, EncodeOverrides, FrozenParts
 from cogfast.train.keys import TrainKeys
-from cogfast.train.run.opened import Run
 
 logger = logging.getLogger(__name__)
 
@@ -182,14 +182,15 @@ def _refuse_part(what: str, report: LoadReport) -> NoReturn:
 
 
 def assemble_encoder(
-    run: Run,
+    frozen: FrozenParts,
+    model: ModelKeys,
     args: TrainKeys,
     transformer: DiffusionTransformer,
     groups: ProcessGroups,
     before_clips: Callable[[FirstStage, Tensor], None] = lambda stage, clips: None,
     overrides: EncodeOverrides = NO_OVERRIDES,
+    tensors: Iterable[str] = (),
 ) -> Encoder:
-    model = run.model
     device, dtype = groups.device, DTYPES[args.precision]
 
     # Returns a FirstStage, a TextEncoder or None.
@@ -205,21 +206,21 @@ def assemble_encoder(
         return module.eval().requires_grad_(False)
 
     return Encoder(
-        partial(build_frozen, run.first_stage),
-        partial(build_frozen, run.text_encoder),
+        partial(build_frozen, frozen.first_stage),
+        partial(build_frozen, frozen.text_encoder),
         broadcast_within_model=groups.broadcast_tensor_in_model,
         scale_factor=model.scale_factor,
         image_scale=scale_of(model.image_latent_scale, model.scale_factor),
         patch=transformer.patch_size,
         latent_input=model.latent_input,
         conditions=model.inputs,
-        tensors=tuple(run.data_arguments.get("tensors") or ()),
+        tensors=tuple(tensors),
         image_on_all_frames=model.noised_image_all_concat,
         given_frames=GivenFrames.parse(model.given_frames),
         masked_video_noise=model.masked_video_noise,
         image_dropout=model.noised_image_dropout,
         condition_dropout=model.condition_dropout,
-        text_dropout=run.text_dropout,
+        text_dropout=frozen.text_dropout,
         samples_at_a_time=model.en_and_decode_n_samples_a_time,
         before_clips=before_clips,
         overrides=overrides,

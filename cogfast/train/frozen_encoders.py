@@ -10,11 +10,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from cogfast.core.component import Component
 from cogfast.core.shapes import num_latent_frames
 from cogfast.core.slot_random import SlotRandom
 from cogfast.extensions.memory.host_memory import HostWeights
 from cogfast.model.autoencoder import FirstStage, Moments
 from cogfast.model.text_encoder import TextEncoder
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class FrozenParts:
+    """The classes of the frozen encoders with their arguments; None: left out. text_dropout: share of captions to drop."""
+
+    first_stage: Component | None
+    text_encoder: Component | None
+    text_dropout: float = 0.0
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

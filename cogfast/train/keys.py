@@ -10,7 +10,17 @@ from cogfast.distributed.keys import EngineKeys
 from cogfast.extensions.table import ExtensionKeys
 from cogfast.model.keys import KernelKeys, LoraKeys, ModelKeys, WeightKeys
 
-__all__ = ["ModelKeys", "TrainKeys"]  # the unions
+__all__ = ["GROUPS", "ModelKeys", "TrainKeys"]  # the unions
+
+# First key of each group of `args` -> the group's heading in docs/options.md
+GROUPS = {
+    "experiment_name": "run and weights",
+    "train_data": "data",
+    "batch_size": "training step",
+    "lr": "learning rate",
+    "eval_interval": "evaluation",
+    "force_inference": "sampling",
+}
 
 FolderLayout = Literal["cogfast", "finetune"]
 PolicyChoice = Literal["auto", "none", "attention_kept", "pointwise", "full"]

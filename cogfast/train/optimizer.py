@@ -11,9 +11,8 @@ import torch
 from omegaconf import OmegaConf
 from torch import nn
 
-from cogfast.config import instantiate
-from cogfast.config.components import OWN_OPTIMIZERS, own_optimizer
-from cogfast.config.merged_config import to_dict
+from cogfast.config.components import OWN_OPTIMIZERS, instantiate, own_optimizer
+from cogfast.config.yaml_files import to_dict
 from cogfast.distributed.parallelize import find_shards
 from cogfast.extensions.memory.host_ema import HostEma
 from cogfast.kernels.block_kernels import KernelChoice

@@ -8,7 +8,6 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from cogfast.config import Config
 from cogfast.core.slot_random import SlotRandom
 from cogfast.core.values import counted
 from cogfast.data.batches import Batch
@@ -26,9 +25,10 @@ from cogfast.extensions.stores.store import is_url, local_cache
 from cogfast.model.lora import without_adapters
 from cogfast.train.assembly import assemble_batches
 from cogfast.train.frozen_encoders import NO_OVERRIDES, EncodeOverrides
+from cogfast.train.phases import assemble, assemble_watchers
 from cogfast.train.preflight.parts import warn_of_image_scale
 from cogfast.train.run.folder import plain_sections
-from cogfast.train.run.parts import assemble, assemble_watchers
+from cogfast.train.run.opened import Opens
 from cogfast.train.run.terminal import log_commands, log_facts, log_misspelt, log_results
 
 logger = logging.getLogger(__name__)
@@ -53,9 +53,10 @@ class Trainer:
     def __init_subclass__(cls) -> None:
         log_misspelt(cls, Trainer, ("losses", "add_noise", "compute_loss", "predict"))
 
-    def __init__(self, config: Config, overrides: EncodeOverrides = NO_OVERRIDES) -> None:
-        parts = self.parts = assemble(config, overrides, self._kind or type(self))
-        self.config, self.args, self.groups = parts.config, parts.args, parts.groups
+    def __init__(self, config: Opens, overrides: EncodeOverrides = NO_OVERRIDES) -> None:
+        """config: what load_config returns."""
+        parts = self.parts = assemble(config.run, overrides, self._kind or type(self))
+        self.config, self.args, self.groups = config, parts.args, parts.groups
         self.diffusion, self.encoder, self.engine = parts.diffusion, parts.encoder, parts.engine
         self.datasets, self.order, self.folder = parts.datasets, parts.order, parts.folder
         self.learning_rate, self.num_steps = parts.learning_rate, parts.num_steps
@@ -149,7 +150,7 @@ class Trainer:
             for batch in self._micro_batches():
                 loss = self.compute_loss(batch)
                 if not loss.requires_grad:
-                    has_own = self.config.model.get("trainable_modules") is not None
+                    has_own = self.parts.run.model.trainable_modules is not None
                     raise ValueError(_WITHOUT_GRADIENT[has_own])
                 engine.backward(loss)
                 watchers.after_backward(loss)
@@ -322,7 +323,7 @@ class Trainer:
             "attention_backend": parts.attention_backend,
             "encode_way": parts.encode_choice.way or parts.encode_choice.stored,
             "video_sizes": self.size.trained(),
-            "config": plain_sections(self.config),
+            "config": plain_sections(self.parts.run.sections),
         }
         is_exported = parts.exporter.is_due(self.step, is_stopping)
         self.writer.save(self.step, state, parts.exporter.write if is_exported else None)
@@ -337,7 +338,8 @@ class Trainer:
         return self.writer.saved_step == self.step
 
     def _announce(self) -> None:
-        args, config, groups = self.args, self.engine.transformer.config, self.groups
+        args, run, groups = self.args, self.parts.run, self.groups
+        config = self.engine.transformer.config
         names = ("GPU", "GPUs") if groups.device.type == "cuda" else ("process", "processes")
         rows = ", rows split" if args.sequence_parallel else ""
         context = f" x cp {groups.context_size}" if groups.context_size > 1 else ""
@@ -370,7 +372,9 @@ class Trainer:
         if groups.is_main:
             write_facts(
                 self.folder,
-                self.config,
+                run.sections["args"],
+                run.origins,
+                run.allow_import,
                 self.args,
                 self.parts.attention_backend,
                 config.adapters,
@@ -395,5 +399,6 @@ class Trainer:
         log_results(self.metrics.history, self.evaluator.samples)
         if is_finished:
             is_lora, shows_ema = config.lora_rank is not None, self.evaluator.shows_ema
-            log_commands(self.config, name_of(self.folder), self.step, is_lora, shows_ema)
-        warn_of_image_scale(self.parts.run, is_end=True)
+            log_commands(self.parts.run, name_of(self.folder), self.step, is_lora, shows_ema)
+        load = self.parts.run.args.load
+        warn_of_image_scale(self.parts.run.model, load, config, is_end=True)

@@ -11,9 +11,9 @@ from omegaconf import OmegaConf
 from cogfast.__main__ import main
 from cogfast.cli.option_table import Group, comments_of, groups, render
 from cogfast.cli.options import parse_train
-from cogfast.config.arguments import ModelArguments, TrainArguments
 from cogfast.core.values import show
 from cogfast.data.datasets import ListedVideos
+from cogfast.train.keys import ModelKeys, TrainKeys
 from scripts.write_options import FILE, SCHEMA, page, yaml_schema
 from tests.support.tiny_run import ROOT, write_clips
 
@@ -38,7 +38,7 @@ def test_the_schema_for_editors_is_what_the_command_writes():
 
 @pytest.mark.parametrize("file", FILES, ids=lambda path: f"{path.parent.name}-{path.stem}")
 def test_the_schema_for_editors_takes_our_files_and_upstreams(file):
-    """Without jsonschema, the models check the same files in tests/config/."""
+    """Without jsonschema, the models check the same files in tests/door/."""
     jsonschema = pytest.importorskip("jsonschema")
     plain = OmegaConf.to_container(OmegaConf.load(file), resolve=False)
     checker = jsonschema.Draft202012Validator(yaml_schema())
@@ -56,7 +56,7 @@ def test_our_files_name_the_schema():
 def test_every_key_has_a_line_with_type_default_and_meaning(table):
     rows = {option.key: option for group in table for option in group.options}
     assert not [key for key, option in rows.items() if not option.meaning]
-    fields = {"args": TrainArguments.model_fields, "model": ModelArguments.model_fields}
+    fields = {"args": TrainKeys.model_fields, "model": ModelKeys.model_fields}
     fields["data.params"] = [one.name for one in dataclasses.fields(ListedVideos)]
     for where, names in fields.items():
         assert {f"{where}.{name}" for name in names} <= rows.keys()

@@ -13,7 +13,7 @@ import yaml
 from PIL import Image
 
 from cogfast.__main__ import _USAGE, main
-from cogfast.config.arguments import TrainArguments
+from cogfast.train.keys import TrainKeys
 from scripts.write_options import SCHEMA
 from tests.support.ranks.forked import run_forked
 from tests.support.tiny_run import ROOT, write_clips
@@ -85,7 +85,7 @@ def test_every_command_has_a_row() -> None:
 def options_of(command: str, capsys) -> set[str]:
     with pytest.raises(SystemExit):
         main([command, "--help"])
-    keys = {f"--{name.replace('_', '-')}" for name in TrainArguments.model_fields}
+    keys = {f"--{name.replace('_', '-')}" for name in TrainKeys.model_fields}
     return {*re.findall(r"--[\w-]+", capsys.readouterr().out), *keys}
 
 

@@ -217,7 +217,8 @@ def test_keys_without_effect_are_named(
     key, _, why = line.partition(": no effect, ")
     assert f"{key} is accepted and not used: {why}" in capsys.readouterr().out
     request = parse_train(words[1:])
-    log_unused(load_config(request.base, request.overrides, settings=request.settings))
+    config = load_config(request.base, request.overrides, settings=request.settings)
+    log_unused(config.unused, config.run.sections["args"], config.origins)
     assert line in capsys.readouterr().err
 
 

@@ -21,7 +21,7 @@ FLOORS = (
     ("moved",),  # a table
     ("core",),
     ("kernels",),
-    ("config",),
+    ("door",),
     ("model", "diffusion", "data"),  # these three do not know each other
     ("distributed",),
     ("train",),
@@ -31,7 +31,7 @@ FLOORS = (
     ("__main__",),
 )
 # Reads whole configurations: parts that are built from one do not read it.
-LOADERS = ("cogfast.config", "cogfast.config.load")
+LOADERS = ("cogfast.config", "cogfast.door.load")
 # {part: parts below it that it may not import}, so that it can be used without them.
 CLOSED = {"kernels": ("core",)}
 OPENED = {("kernels/cpu/library.py", "cogfast.core.files")}  # who can have written a file
@@ -168,7 +168,7 @@ def test_files_are_short_and_init_files_empty() -> None:
     assert not long
     inner = {n: count for n, count in lines.items() if n.endswith("/__init__.py")}
     filled = [n for n, count in inner.items() if count]  # the package's own has the version
-    # cogfast.config.load_config; CogVideo's users import from cogfast.finetune itself.
+    # cogfast.door.load_config; CogVideo's users import from cogfast.finetune itself.
     assert filled == ["config/__init__.py", "finetune/__init__.py"]
     folders = {path.parent for path in SOURCES.values()}
     assert all((folder / "__init__.py").is_file() for folder in folders)
@@ -369,7 +369,7 @@ REMAIN = {
     "train/preflight/header_scan.py": "stores.store",
     "train/preflight/parts.py": "formats.image_scale",
     "train/run/folder.py": "formats.peft stores.mirror stores.store",
-    "train/run/parts.py": "cache.cached_data cache.command cache.encode_choice elastic.elastic exports.export formats.convert plan.ladder plan.out_of_memory publish.publish sample.evaluate sample.flags scores.scores sparse.check sparse.warmup stores.mirror stores.store",
+    "train/phases.py": "cache.cached_data cache.command cache.encode_choice elastic.elastic exports.export formats.convert plan.ladder plan.out_of_memory publish.publish sample.evaluate sample.flags scores.scores sparse.check sparse.warmup stores.mirror stores.store",
     "train/run/terminal.py": "sample.flags stores.mirror",
     "train/trainer.py": "page.page publish.publish stores.mirror stores.store",
     "train/watchers/metrics.py": "page.metrics_table page.page plan.gpus plan.trace sample.generate",

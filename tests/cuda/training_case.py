@@ -21,12 +21,11 @@ from deepspeed.runtime.zero import partitioned_param_coordinator, stage3
 from omegaconf import OmegaConf
 
 from cogfast.config import Config
-from cogfast.config.arguments import TrainArguments
 from cogfast.extensions.plan.memory import GIB, plan_memory, setup_of
 from cogfast.extensions.sparse import check as sparse_check
 from cogfast.kernels import torch_library
 from cogfast.train import assembly, trainer
-from cogfast.train.run import opened, parts
+from cogfast.train.run import parts
 from cogfast.train.trainer import Trainer
 from cogfast.train.watchers.nonfinite import NonfiniteCheck
 from cogfast.train.watchers.watcher import Watchers
@@ -178,7 +177,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         config, planned = load(options.model, options.mode, words, Path(folder))
         num_ranks = int(os.environ.get("WORLD_SIZE", "1"))
-        setup = setup_of(opened.Run(planned), TrainArguments.from_config(planned), num_ranks)
+        setup = setup_of(planned.run, planned.run.args, num_ranks)
         predicted = plan_memory(setup, None).step_peak
         if setup.choice != "auto":  # which takes what there is
             os.environ["NULLCUDA_BYTES"] = str(int(predicted * options.card) + _CONTEXT_BYTES)

@@ -80,7 +80,7 @@ def test_compiling_is_off_by_default_and_kernels_are_chosen(run: Run) -> None:
 
 @pytest.fixture
 def check(run: Run) -> Callable[..., None]:
-    return lambda *words: check_train(run.config(*words))
+    return lambda *words: check_train(run.config(*words).run)
 
 
 def only(*programs: str):
@@ -133,4 +133,4 @@ def test_compile_refuses_zero_3(run: Run, check: Callable[..., None]) -> None:
     assert_refused(lambda: check("args.compile=true", stage_3), line)
     check(stage_3)
     words = ("args.compile=true", stage_3, "args.force_inference=true")
-    check_sample(run.config(*words))  # samples without ZeRO
+    check_sample(run.config(*words).run)  # samples without ZeRO

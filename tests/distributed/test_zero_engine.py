@@ -13,8 +13,7 @@ import torch.distributed as dist
 from omegaconf import OmegaConf
 from torch import Tensor
 
-from cogfast.config.arguments import TrainArguments
-from cogfast.config.merged_config import to_dict
+from cogfast.config.yaml_files import to_dict
 from cogfast.core.slot_random import SlotRandom
 from cogfast.data.batches import to_device
 from cogfast.distributed.fused_step import order_by_blocks
@@ -97,7 +96,7 @@ def test_long_sums_of_bf16_gradients_are_in_float32(
 ) -> None:
     config = run.config("deepspeed.bf16={enabled: true}", *arguments)
     with caplog.at_level("INFO", logger="cogfast"):
-        section = deepspeed_config(to_dict(config.deepspeed), TrainArguments.from_config(config))
+        section = deepspeed_config(to_dict(config.deepspeed), config.run.args)
     found = section.get("data_types") or {}
     assert found.get("grad_accum_dtype") == dtype
     assert ("accumulated in float32" in caplog.text) == (dtype == "fp32")
@@ -177,7 +176,7 @@ def test_grad_norm_is_that_before_clipping(run: Run, tmp_path: Path) -> None:
 def test_gradients_are_not_clipped_if_no_key_says_so() -> None:
     config = run_of("cogvideox_2b.yaml").config()
     assert "gradient_clipping" not in config.deepspeed
-    section = deepspeed_config(to_dict(config.deepspeed), TrainArguments.from_config(config))
+    section = deepspeed_config(to_dict(config.deepspeed), config.run.args)
     # DeepSpeed has another default than SAT if the key is missing.
     assert section["gradient_clipping"] == 0
 

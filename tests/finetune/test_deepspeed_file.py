@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from cogfast.__main__ import main
-from cogfast.config.merged_config import to_dict
+from cogfast.config.yaml_files import to_dict
 from cogfast.core.keys import find_origin
 from cogfast.finetune.schemas import Args
 from cogfast.finetune.translate import deepspeed_settings, read_launch, translate

@@ -220,7 +220,7 @@ def test_a_wrong_result_ends_the_run_in_one_line(run_options):
 
 
 def test_a_method_without_source_is_refused_for_a_cache(run_options, monkeypatch):
-    monkeypatch.setattr("cogfast.train.run.parts.start_processes", None)  # checks come before
+    monkeypatch.setattr("cogfast.train.phases.start_processes", None)  # checks come before
     source = "class Typed(Base):\n    def encode_text(self, prompt):\n        return None\n"
     names = {"Base": CogVideoXT2VLoraTrainer, "__name__": "typed"}
     exec(compile(source, "<typed>", "exec"), names)

@@ -314,7 +314,7 @@ def test_a_script_of_upstream_trains(
     assert main(["finetune", *words, *ADDED, *more]) == 0
     assert (tmp_path / "out" / "checkpoint-5").is_dir()
     # Another model or size is refused before anything is encoded or loaded.
-    monkeypatch.setattr("cogfast.train.run.parts.start_processes", None)
+    monkeypatch.setattr("cogfast.train.phases.start_processes", None)
     capsys.readouterr()
     other = script_words(pipelines.path("5b"), "5b", training, data, tmp_path / "out")
     refused = {r"_config\.params": [*other, *ADDED, *more]}

@@ -7,11 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 
-import cogfast.train.trainer
 from cogfast.__main__ import main
-from cogfast.config.arguments import TrainArguments
-from cogfast.config.merged_config import to_dict
+from cogfast.config.yaml_files import to_dict
 from cogfast.core.keys import find_origin
+from cogfast.door.merged_config import Config
 from cogfast.extensions.plan.text import describe_plan
 from cogfast.finetune.registry import BUILT_IN, SUPPORTED_MODELS, get_model_cls, register
 from cogfast.finetune.schemas import PLACEHOLDER, Args
@@ -19,7 +18,6 @@ from cogfast.finetune.trainer import Trainer
 from cogfast.finetune.translate import notices, translate
 from cogfast.train.optimizer import build_optimizer, warn_of_rate
 from cogfast.train.preflight.check import check_train
-from cogfast.train.run import opened
 from cogfast.train.run.terminal import log_commands, resume_words
 from cogfast.train.video_size import sampled_size
 from tests.extensions.prodigy_muon.test_optimizers import gradient, prodigy_by_the_paper
@@ -36,8 +34,8 @@ def test_prodigy_is_what_upstream_builds(options, caplog):
     )
     config = translate(args)
     assert not any("beta3" in line or "learning_rate" in line for line in notices(args))
-    check_train(config)
-    train_args = TrainArguments.from_config(config)
+    check_train(config.run)
+    train_args = config.run.args
     config.deepspeed.optimizer.params.d0 = 1e-4
     start = torch.linspace(0.1, -0.1, 30, dtype=torch.float64)
     weights = torch.nn.Parameter(start.float())
@@ -165,7 +163,9 @@ def test_the_printed_configuration_is_the_one_of_cogfast_train(options, capsys, 
 def test_the_command_that_continues_a_run_has_the_options_of_this_command(options, log):
     for given, more in (({"train_steps": 7}, "--train_steps 14"), ({}, "--train_epochs 20")):
         log.clear()
-        log_commands(translate(Args(**options(**given))), "a run", 7, is_lora=True, shows_ema=False)
+        log_commands(
+            translate(Args(**options(**given))).run, "a run", 7, is_lora=True, shows_ema=False
+        )
         assert log.messages[-1].endswith(f"--resume_from_checkpoint 'a run' {more}")
         assert log.messages[-2].endswith(" --to peft")
     # --resume_from_checkpoint takes no address.
@@ -199,7 +199,7 @@ def test_a_validation_is_that_of_the_pipelines(options, tmp_path):
     given = {"validation_steps": 2, "validation_dir": tmp_path, "validation_prompts": "prompts.txt"}
     config = translate(Args(**options("5b", do_validation=True, gen_fps=24, **given)))
     assert (config.args.sampling_fps, config.args.negative_prompt) == (24, "")
-    made = opened.Run(config)
+    made = config.run
     size = sampled_size(made.data_arguments, made.network.config, made.args.sampling_fps)
     assert size.fps == 24
 
@@ -219,7 +219,7 @@ def test_whole_models_are_exported_at_an_interval(options):
 
 @refusals(Path(__file__).with_name("refusals.txt"), *KINDS)
 def test_wrong_input_ends_in_one_line(options, capsys, monkeypatch, refusal):
-    monkeypatch.setattr("cogfast.train.run.parts.start_processes", None)  # checks come before
+    monkeypatch.setattr("cogfast.train.phases.start_processes", None)  # checks come before
     if "wandb" in refusal.words:
         monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     given = words(options(refusal.base, num_workers=0))
@@ -245,7 +245,7 @@ def test_a_plan_is_that_of_the_same_configuration(options, capsys):
     given = words(options())
     assert main(["finetune", *given, "--plan", "24"]) == 0
     printed = capsys.readouterr().out
-    assert printed == describe_plan(translate(Args(**options())), "24")
+    assert printed == describe_plan(translate(Args(**options())).run, "24")
     assert "24 GiB has 24.0 GiB" in printed
     assert main(["finetune", *given, "--plan", "h1000"]) == 2
     assert "h100-80" in capsys.readouterr().err
@@ -324,4 +324,4 @@ def test_a_trainer_knows_its_state_before_it_trains(options):
     assert str(state.weight_dtype) == "torch.bfloat16"
     assert state.transformer_config["patch_size_t"] == 2
     assert trainer.optimizer is trainer.lr_scheduler is trainer.dataset is None
-    assert isinstance(trainer.config, cogfast.train.trainer.Config)
+    assert isinstance(trainer.config, Config)

@@ -15,12 +15,11 @@ from typing import Any
 import torch
 
 from cogfast.config import Config, load_config
-from cogfast.config.arguments import TrainArguments
 from cogfast.core.keys import with_origins
 from cogfast.distributed.process_groups import ProcessGroups
 from cogfast.model.weights.checkpoint_manifest import newest_checkpoint
 from cogfast.train.assembly import Datasets, Diffusion, assemble_datasets, assemble_diffusion
-from cogfast.train.run import opened
+from cogfast.train.keys import TrainKeys
 from cogfast.train.trainer import Trainer
 from tests.support.tiny_run import SIDE, launch_ranks, read_run_weights, run_folder, write_config
 
@@ -168,10 +167,10 @@ def run_of(*files: Path | str) -> Run:
 
 
 def datasets_of(
-    config: Config, args: TrainArguments | None = None, groups: ProcessGroups | None = None
+    config: Config, args: TrainKeys | None = None, groups: ProcessGroups | None = None
 ) -> Datasets:
     """Return the data sets of a configuration."""
-    made = opened.Run(config)
+    made = config.run
     with with_origins(config.origins):
         return assemble_datasets(
             made.data, args or made.args, made.model.inputs, made.is_masked, groups
@@ -180,5 +179,5 @@ def datasets_of(
 
 def diffusion_of(config: Config) -> Diffusion:
     """Return denoiser, loss and sampler of a configuration."""
-    made = opened.Run(config)
+    made = config.run
     return assemble_diffusion(made.denoiser, made.loss, made.sampler)

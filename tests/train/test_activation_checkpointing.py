@@ -12,7 +12,6 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from cogfast.config.arguments import TrainArguments
 from cogfast.core.shapes import TokenGrid
 from cogfast.extensions.plan.trace import trace_block
 from cogfast.kernels.attention_backends import fastest_on_cpu
@@ -225,7 +224,7 @@ def test_a_plan_in_words() -> None:
 
 def test_keys_of_sat_and_ours(sat_configs: Path, run: Run) -> None:
     run = run.of_files(sat_configs / "cogvideox_2b.yaml")  # checkpoint_activations: True
-    choice = lambda *words: TrainArguments.from_config(run.config(*words)).activation_checkpointing
+    choice = lambda *words: run.config(*words).run.args.activation_checkpointing
     assert choice() == "auto"
     assert choice("args.checkpoint_activations=false") == "none"
     assert choice("args.checkpoint_activations=true") == "auto"

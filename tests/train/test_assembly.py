@@ -5,7 +5,6 @@ from pathlib import Path
 import pytest
 
 from cogfast.config import load_config
-from cogfast.config.arguments import TrainArguments
 from tests.support.runs import datasets_of
 from tests.support.video_files import sat_folder
 
@@ -20,7 +19,7 @@ def load(data: dict, **sources: list[str]):
     settings |= {f"data.{key}": (value, "default") for key, value in data.items()}
     settings |= {f"args.{key}": (value, "--data_root") for key, value in sources.items()}
     config = load_config([], settings=settings)
-    return datasets_of(config, TrainArguments.from_config(config))
+    return datasets_of(config, config.run.args)
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,6 @@ from cogfast.extensions.cache.command import cache_latents
 from cogfast.extensions.cache.encode_choice import largest_clips
 from cogfast.extensions.plan.trace import train_flops
 from cogfast.train.preflight.check import check_train
-from cogfast.train.run import opened
 from tests.support.refusals import Refusal, assert_refused, refusals
 from tests.support.runs import Run
 from tests.support.tiny_run import write_clips
@@ -46,7 +45,7 @@ def run(run: Run) -> Run:
 
 
 def test_the_batch_of_most_pixels_decides_how_clips_are_encoded(run: Run) -> None:
-    made = opened.Run(run.config("data.params.bucket_batch=[1, 6, 50]"))
+    made = run.config("data.params.bucket_batch=[1, 6, 50]").run
     # Six times as many clips of half the rows; pictures are encoded one by one.
     expected = (6 // 2 * 4, *BUCKETS[0])
     assert largest_clips(made.args, made.data_arguments, made.network.config, None) == expected
@@ -89,13 +88,15 @@ def test_buckets_and_weights_from_a_cache(run: Run, tmp_path: Path) -> None:
     """Training from a cache has the losses of training from pixels."""
     run = run.with_args(train_iters=6, train_data_weights=[0.7])
     cached = run.cached_in(tmp_path / "cache")
-    cache_latents(cached.config())
+    cache_latents(cached.config().run)
     pixels = run.into(tmp_path / "pixels").train()
     found = cached.into(tmp_path / "cached").train()
     assert pixels.losses == found.losses and len(found.losses) == 6
     entries = sorted((tmp_path / "cache").rglob("*.safetensors"))
     # Changed sampling in evaluations encodes nothing again.
-    cache_latents(cached.config("data.params.video_size=[32,16]", "data.params.max_num_frames=5"))
+    cache_latents(
+        cached.config("data.params.video_size=[32,16]", "data.params.max_num_frames=5").run
+    )
     assert sorted((tmp_path / "cache").rglob("*.safetensors")) == entries
 
 
@@ -124,7 +125,7 @@ def test_too_many_bad_videos_end_the_run_at_its_start(run: Run, tmp_path: Path) 
 
 @refusals(Path(__file__).with_name("refusals_buckets.txt"))
 def test_every_bucket_must_fit_the_model(run: Run, refusal: Refusal) -> None:
-    assert_refused(lambda: check_train(run.config(*refusal.words)), refusal.line)
+    assert_refused(lambda: check_train(run.config(*refusal.words).run), refusal.line)
 
 
 @pytest.mark.soak

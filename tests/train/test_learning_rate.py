@@ -8,7 +8,7 @@ import pytest
 import torch
 from diffusers.optimization import get_scheduler
 
-from cogfast.config.arguments import TrainArguments
+from cogfast.train.keys import TrainKeys
 from cogfast.train.optimizer import build_learning_rate, warn_of_rate
 from tests.support.runs import Run
 from tests.support.tiny_run import ROOT
@@ -23,7 +23,7 @@ RESUMED = "pretrain_linear_1000_resume300"
 
 
 def build(num_steps: int, **args: object) -> Callable[[int], float]:
-    return build_learning_rate(TrainArguments(**args), num_steps)
+    return build_learning_rate(TrainKeys(**args), num_steps)
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -139,7 +139,7 @@ def test_min_lr_ratio_of_the_new_schedules():
 
 
 def test_warm_up_that_exceeds_the_run_is_reported(caplog):
-    args = TrainArguments(lr_schedule="cosine", lr_first_step=0, warmup_steps=100)
+    args = TrainKeys(lr_schedule="cosine", lr_first_step=0, warmup_steps=100)
     warn_of_rate(args, 100, {})
     assert not caplog.text
     warn_of_rate(args, 4, {})
@@ -153,7 +153,7 @@ def test_the_trial_run_of_the_recipes_has_a_warm_up_that_ends(run: Run) -> None:
     words = [word for word in text.partition("#")[0].split() if "=" in word]
     files = [ROOT / "configs/cogvideox_5b.yaml", ROOT / "configs/sft.yaml"]
     config = run.of_files(*files).config(*words)
-    args = TrainArguments.from_config(config)
+    args = config.run.args
     assert args.train_iters == 20
     rate = build_learning_rate(args, args.train_iters)
     assert max(map(rate, range(20))) == pytest.approx(args.lr)

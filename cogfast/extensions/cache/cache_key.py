@@ -10,7 +10,7 @@ from collections.abc import Collection, Mapping, Sequence
 from omegaconf import DictConfig, OmegaConf
 
 from cogfast.config.components import resolve
-from cogfast.config.merged_config import to_dict
+from cogfast.config.yaml_files import to_dict
 from cogfast.core.values import select
 from cogfast.data.sources.file_index import user_index
 from cogfast.data.video.clip import ClipSettings

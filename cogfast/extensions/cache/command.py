@@ -12,23 +12,22 @@ import math
 import random
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from cogfast.config import Config, with_words
-from cogfast.config.merged_config import leaves
 from cogfast.core.files import WriteError
 from cogfast.core.keys import DEFAULT, names_origins
-from cogfast.core.values import counted
+from cogfast.core.values import counted, leaves
 from cogfast.data.bad_samples import BadSample, BadSampleLog, Unavailable
 from cogfast.data.batches import read_sample
 from cogfast.data.datasets import CaptionedVideos, Sample
+from cogfast.data.sources.arrays import KEY as TENSORS_KEY
 from cogfast.data.workers import Reads, read_ahead
 from cogfast.distributed.process_groups import ProcessGroups, start_processes
 from cogfast.distributed.stop_signals import keeping
@@ -64,15 +63,15 @@ _SECONDS_PER_LINE = 30.0  # between log lines of progress
 
 
 @names_origins
-def cache_latents(config: Config, price: float | None = None) -> None:
+def cache_latents(run: Run, price: float | None = None) -> None:
     """Encode all samples of args.train_data and args.valid_data into args.latent_cache.
 
     price: of an hour of a GPU, in dollars; the log has the costs.
     """
-    run = Run(config)
     groups = start_processes()
-    groups.check_same(leaves(plain_sections(config)))
-    _fill(run, run.args, groups, "`cogfast cache`", NO_OVERRIDES, price)
+    groups.check_same(leaves(plain_sections(run.sections)))
+    make = partial(_CacheRun, run, run.args, groups, NO_OVERRIDES, price)
+    _fill(make, run.args.latent_cache, groups, "`cogfast cache`")
     groups.close()
 
 
@@ -86,28 +85,25 @@ def encode_first(
     )
     # Each rank encodes other clips, also the ranks that share a model later.
     with keeping(kept):
-        _fill(run, args, groups.without_models(), "the same command", overrides)
+        groups = groups.without_models()
+        make = partial(_CacheRun, run, args, groups, overrides, None)
+        _fill(make, args.latent_cache, groups, "the same command")
     gc.collect()  # sync: none; the encoders are in cycles that only a collection frees
     if groups.device.type == "cuda":
         torch.cuda.empty_cache()  # sync: once, before training begins
 
 
 def _fill(
-    run: Run,
-    args: TrainKeys,
-    groups: ProcessGroups,
-    command: str,
-    overrides: EncodeOverrides,
-    price: float | None = None,
+    make: Callable[[], _CacheRun], folder: str | None, groups: ProcessGroups, command: str
 ) -> None:
     kept = continues = ""
     try:
         # Before the videos are hashed, which may take hours.
-        groups.on_main(lambda: check_writable(args.latent_cache or ""))
+        groups.on_main(lambda: check_writable(folder or ""))
         kept, continues = "what is encoded is kept: ", ", which continues from there"
-        _CacheRun(run, args, groups, overrides, price).run()
+        make().run()
     except StoreError as error:
-        key = "args.latent_cache: " if str(error).startswith(str(args.latent_cache)) else ""
+        key = "args.latent_cache: " if str(error).startswith(str(folder)) else ""
         raise RuntimeError(f"{key}{error}; {kept}run {command} again{continues}") from None
     except WriteError as error:
         text = f"args.latent_cache: {error}"
@@ -166,7 +162,7 @@ class _CacheRun:
         self.price, self.start = price, time.monotonic()
         assert args.latent_cache is not None, "preflight asks for a folder"
         if run.data_arguments.get("tensors"):  # training reads them from their files
-            run = Run(with_words(run.config, ["data.params.tensors=null"], DEFAULT))
+            run = run.with_values({TENSORS_KEY: None}, DEFAULT)
         self.opened, self.args, self.groups, self.overrides = run, args, groups, overrides
         self.folder = args.latent_cache
         # The videos, and not the cache that this command fills.
@@ -402,7 +398,7 @@ class _CacheRun:
         # The encoders need the network's sizes and not its weights.
         with torch.device("meta"):
             network = self.opened.network.build()
-        parts = self.opened, self.args, network, self.groups
+        parts = self.opened.frozen, self.opened.model, self.args, network, self.groups
         return assemble_encoder(*parts, overrides=self.overrides)
 
     def _finish(self, *both: _Work) -> None:

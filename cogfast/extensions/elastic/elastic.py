@@ -6,18 +6,18 @@ import json
 import logging
 import os
 import time
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from cogfast.config import Config
-from cogfast.config.arguments import TrainArguments
-from cogfast.config.load import with_words
 from cogfast.core.files import write_text
-from cogfast.core.keys import names_origins, with_origins
+from cogfast.core.keys import with_origins
 from cogfast.core.values import KeyProblem, counted, select
 from cogfast.distributed.lost_ranks import Launch
 from cogfast.distributed.process_groups import OtherRankError
+from cogfast.extensions.elastic.keys import ElasticKeys
 from cogfast.extensions.stores.mirror import url_of
 from cogfast.extensions.stores.store import StoreError
 from cogfast.model.weights.checkpoint_manifest import (
@@ -26,11 +26,12 @@ from cogfast.model.weights.checkpoint_manifest import (
     is_in_run,
     read_manifest,
 )
+from cogfast.train.keys import TrainKeys
 from cogfast.train.run.folder import adapters_to_resume, checkpoint_to_resume
 
 logger = logging.getLogger(__name__)
 
-_KEY = "args.elastic"
+_KEY = ElasticKeys.key("elastic")
 _DIVISION = "dp %s x batch %s x accumulation %s"
 _BETWEEN_LINES = 60.0  # seconds, while ranks wait
 
@@ -57,15 +58,16 @@ def divide(global_batch: int, batch_size: int, most_copies: int) -> tuple[int, i
     return copies, size, each // size
 
 
-@names_origins
-def follow_world(config: Config) -> tuple[Config, Launch | None]:
-    """Return the configuration of a run on the ranks of this launch, and the launch if args.elastic is set.
+def follow_world(
+    args: TrainKeys, deepspeed: Mapping[str, Any], origins: Mapping[str, str]
+) -> tuple[dict[str, Any], Launch | None]:
+    """Return {key: value} of args for the ranks of this launch, and the launch if args.elastic is set.
 
-    Ranks that idle do not return, and none while the run waits for more ranks.
+    Ranks that idle do not return, and none while the run waits for more ranks. deepspeed: the section.
     """
-    mode = TrainArguments.from_config(config).elastic
+    mode = args.elastic
     if mode == "off":
-        return config, None
+        return {}, None
     if os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") == "0":
         text = f"{_KEY}={mode} needs torchrun, with --nnodes=MIN:MAX and --max-restarts=N (docs/launch.md)"
         raise KeyProblem(_KEY, f"{text}; start it so, or use {_KEY}=off")
@@ -74,7 +76,7 @@ def follow_world(config: Config) -> tuple[Config, Launch | None]:
         text = f"{_KEY}={mode} needs a new store at each start, and this torchrun keeps its own"
         raise KeyProblem(_KEY, f"{text}; set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 for torchrun")
     launch = Launch.join()
-    plan = _agree(config, launch)
+    plan = _agree(partial(plan_world, args, deepspeed), origins, launch)
     while True:
         if plan.text and launch.rank == 0:
             logger.warning("%s", plan.text)
@@ -87,17 +89,16 @@ def follow_world(config: Config) -> tuple[Config, Launch | None]:
             raise SystemExit(0)
         raise OtherRankError("rank 0 has ended or stopped, and its run was not over")
     os.environ["WORLD_SIZE"] = str(plan.num_ranks)
-    words = [f"args.batch_size={plan.batch_size}", f"args.resume={plan.resume}"]
-    words.append(f"args.gradient_accumulation_steps={plan.accumulation}")
-    return with_words(config, words, _KEY), launch
+    values = {"batch_size": plan.batch_size, "gradient_accumulation_steps": plan.accumulation}
+    return {args.key(k): v for k, v in {**values, "resume": plan.resume}.items()}, launch
 
 
-def _agree(config: Config, launch: Launch) -> Plan:
+def _agree(plan_for: Callable[[int], Plan], origins: Mapping[str, str], launch: Launch) -> Plan:
     """Return rank 0's plan, which it makes of what it finds on its disk."""
     if launch.rank == 0:
         try:
-            with with_origins(config.origins):
-                plan = plan_world(config, launch.num_ranks)
+            with with_origins(origins):
+                plan = plan_for(launch.num_ranks)
         except Exception as error:
             launch.store.set("plan", json.dumps({"error": str(error)}))
             raise
@@ -109,9 +110,8 @@ def _agree(config: Config, launch: Launch) -> Plan:
     return Plan(**answer)
 
 
-def plan_world(config: Config, num_ranks: int) -> Plan:
+def plan_world(args: TrainKeys, deepspeed: Mapping[str, Any], num_ranks: int) -> Plan:
     """Plan a run on `num_ranks` ranks, from the checkpoint that it resumes from."""
-    args = TrainArguments.from_config(config)
     resume = _resume(args)
     manifest: dict[str, Any] = {}
     try:
@@ -119,11 +119,11 @@ def plan_world(config: Config, num_ranks: int) -> Plan:
         if checkpoint is not None and adapters_to_resume(checkpoint) is None:
             manifest = read_manifest(checkpoint, RESUMABLE)
     except StoreError as error:
-        key = "args.save" if args.run_folder is None else "args.run_folder"
+        key = args.key("save" if args.run_folder is None else "run_folder")
         raise KeyProblem(key, f"{key}={error}") from None
     except DamagedRun as error:
         fall_back(error, resume)
-        return plan_world(config, num_ranks)
+        return plan_world(args, deepspeed, num_ranks)
     tensor, context = args.model_parallel_size, args.context_parallel_size
     of_model, num_before = tensor * context, num_ranks
     before = (num_before // of_model, args.batch_size, args.gradient_accumulation_steps)
@@ -133,7 +133,7 @@ def plan_world(config: Config, num_ranks: int) -> Plan:
         keys = (*sizes, "gradient_accumulation_steps")
         tp, cp, *each = (select(manifest, f"config.args.{key}") or 1 for key in keys)
         before = (num_before // (tp * cp), *each)
-    total = config.deepspeed.get("train_batch_size") or manifest.get("global_batch")
+    total = deepspeed.get("train_batch_size") or manifest.get("global_batch")
     total = total or args.batch_size * args.gradient_accumulation_steps * max(1, before[0])
     if args.elastic == "shrink" and num_ranks < of_model:
         text = f"{_KEY}=shrink: {counted(num_ranks, 'rank is', 'ranks are')} left, but {of_model} share a model"
@@ -166,7 +166,7 @@ def fall_back(error: DamagedRun, resume: str | None) -> None:
     logger.warning("%s; %s continues from it", error, _KEY)
 
 
-def _resume(args: TrainArguments) -> str:
+def _resume(args: TrainKeys) -> str:
     """Return args.resume so that each restart continues from the newest checkpoint of the run."""
     if args.resume in (None, "auto", "latest"):
         return args.resume or "auto"

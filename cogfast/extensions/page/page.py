@@ -33,7 +33,6 @@ from cogfast.extensions.sample.flags import input_words
 from cogfast.model.keys import conditions_of_run
 
 if TYPE_CHECKING:  # `cogfast report` needs no PyTorch
-    from cogfast.config import Config
     from cogfast.train.keys import TrainKeys
 
 logger = logging.getLogger(__name__)
@@ -97,7 +96,9 @@ class RunPage:
 
 def write_facts(
     folder: Path,
-    config: Config,
+    given: Mapping[str, Any],
+    origins: Mapping[str, str],
+    allow_import: Sequence[str],
     args: TrainKeys,
     attention_backend: str | None,
     adapters: str | None,
@@ -105,18 +106,18 @@ def write_facts(
 ) -> None:
     """Write the facts of a run that its page shows and no other file has; a full disk is logged.
 
-    attention_backend: the one that was chosen, if any. adapters: LoRA's, in words. numbers: num_steps,
+    given: the section args of the configuration. attention_backend: the one that was chosen, if any. adapters: LoRA's, in words. numbers: num_steps,
     global_batch, num_samples, num_trained and shows_ema.
     """
     used = args.model_dump()
     used["attention_backend"] = attention_backend or args.attention_backend
     effective: dict[str, object] = {
-        f"args.{key}": value for key, value in used.items() if value != config.args.get(key)
+        f"args.{key}": value for key, value in used.items() if value != given.get(key)
     }
     if adapters is not None:
         effective["adapters"] = adapters
-    origins = {key: origin for key, origin in config.origins.items() if origin != DEFAULT}
-    allowed = list(config.allow_import)
+    origins = {key: origin for key, origin in origins.items() if origin != DEFAULT}
+    allowed = list(allow_import)
     facts = Facts(origins=origins, allow_import=allowed, effective=effective, **numbers)
     try:
         write_text(folder / FACTS, json.dumps(shown(asdict(facts)), indent=1, default=str) + "\n")

@@ -16,11 +16,10 @@ from typing import Annotated, Any
 
 from omegaconf.errors import OmegaConfBaseException
 
-from cogfast.config.merged_config import leaves, to_dict
-from cogfast.config.yaml_files import read_yaml
+from cogfast.config.yaml_files import read_yaml, to_dict
 from cogfast.core.json_files import Range, brief, read_json, read_limited
 from cogfast.core.keys import find_origin
-from cogfast.core.values import counted, printable
+from cogfast.core.values import counted, leaves, printable
 from cogfast.extensions.page.metrics_table import Column, read_metrics, to_columns
 from cogfast.model.keys import ModelKeys
 from cogfast.model.weights.checkpoint_manifest import newest_checkpoint, step_of

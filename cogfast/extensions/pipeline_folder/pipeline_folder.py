@@ -17,16 +17,13 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, NotRequired
 
 import torch
-from omegaconf import OmegaConf
 
-from cogfast.config import Config
 from cogfast.config.components import is_none
-from cogfast.config.load import CONFIGS
-from cogfast.config.merged_config import to_dict
 from cogfast.config.sat_network import NETWORK_KEY, POSITION_KEY, NetworkParams
+from cogfast.config.yaml_files import CONFIGS
 from cogfast.core.addresses import is_url
 from cogfast.core.json_files import InsideNames, keys, read_json
-from cogfast.core.keys import COMMAND_LINE, DEFAULT, find_origin, names_origins
+from cogfast.core.keys import COMMAND_LINE, DEFAULT, Settings, find_origin
 from cogfast.core.shapes import SPATIAL_COMPRESSION
 from cogfast.core.values import KeyProblem, Problems, Range, nearest_folder, select
 from cogfast.diffusion.noise_schedule import ZeroSNRDDPMDiscretization
@@ -37,6 +34,7 @@ from cogfast.extensions.sample.flags import addresses, as_words
 from cogfast.extensions.stores.mirror import copy_of
 from cogfast.model.autoencoder import VideoAutoencoder
 from cogfast.model.config import Family, TransformerConfig
+from cogfast.model.keys import ModelKeys, WeightKeys
 from cogfast.model.weights.identify import identify
 from cogfast.model.weights.open import open_source
 
@@ -44,9 +42,11 @@ logger = logging.getLogger(__name__)
 
 # Upstream's files mark paths that the user must fill in: "{your CogVideoX SAT folder}/transformer".
 PLACEHOLDER = re.compile(r"\{your [^}]*\}")
-_STAGE = "model.first_stage_config"
-_SCALE = "model.scale_factor"
-_ENCODERS = "model.conditioner_config.params.emb_models"
+_LOAD = WeightKeys.key("load")
+_MODEL = ModelKeys.section
+_STAGE = f"{_MODEL}.first_stage_config"
+_SCALE = ModelKeys.key("scale_factor")
+_ENCODERS = f"{_MODEL}.conditioner_config.params.emb_models"
 # Dotted keys of the model section where a noise schedule is configured.
 _SCHEDULES = (
     "denoiser_config.params.discretization_config",
@@ -164,67 +164,61 @@ def _read_scheduler(folder: Path) -> dict[str, Any] | None:
     return _SPACING | _BETAS | read_json(file, _SCHEDULER, "use the folder of a CogVideoX model")
 
 
-@names_origins
 def fill_from_pipeline(
-    config: Config, may_download: bool = True, is_of_run: bool = False
-) -> Config:
-    """Fill in what `config` leaves out from args.load if it is a diffusers pipeline.
+    sections: Mapping[str, Any],
+    origins: Mapping[str, str],
+    may_download: bool = True,
+    is_of_run: bool = False,
+) -> Settings:
+    """Return the settings for what a configuration leaves out, if args.load is a diffusers pipeline.
 
     args.load: the folder of a pipeline, or the hub's id of one, which becomes the folder in the local
-    cache. A value that the configuration sets stays; upstream's placeholders count as left out.
+    cache. A value that the configuration sets stays; upstream's placeholders count as left out. sections: plain.
     may_download: whether a model that is not in the cache is downloaded. is_of_run: the file of a run, which may
     have been received, sets what is no word of the command line: it starts no download.
     """
-    config = _with_copies(config, may_download, is_of_run)
-    load = config.args.get("load")
+    found = _copies(sections, origins, may_download, is_of_run)
+    load = found[_LOAD][0] if _LOAD in found else sections["args"].get("load")
     if load is None or is_url(load):
-        return config
+        return found
     if is_hub_id(load):
-        origins = config.origins | {"args.load": f"hub model {load}"}
-        may_download = may_download and not _is_theirs(config.origins, "args.load", is_of_run)
-        load = str(hub_folder(load, may_download=may_download))
-        args = OmegaConf.merge(config.args, {"load": load})
-        config = dataclasses.replace(config, args=args, origins=origins)
-    folder = Path(load)
+        may_download = may_download and not _is_theirs(origins, _LOAD, is_of_run)
+        folder = hub_folder(load, may_download=may_download)
+        found[_LOAD] = str(folder), f"hub model {load}"
+    else:
+        folder = Path(load)
     has_vae = (folder / "vae" / "config.json").is_file()
-    scheduler = _read_scheduler(folder)
-    if not has_vae and scheduler is None:
-        return config
-    model, origins = to_dict(config.model), dict(config.origins)
-    # Keys that are taken from the folder: messages about them name it, not the YAML file.
-    found: list[str] = []
+    scheduler, model = _read_scheduler(folder), sections["model"]
     stage = model.get("first_stage_config")
     is_left_out = any(_is_placeholder(stage, key) for key in ("path", "ckpt_path"))
+    # Messages about what is taken from the folder name it, not the YAML file.
     if has_vae and (is_left_out or is_none(stage)):
         # Chunks and tiles are choices of the user, whichever file the weights come from.
         own = set(inspect.signature(VideoAutoencoder).parameters) - {"path", "inner", "dtype"}
         params = (stage or {}).get("params") or {}
         kept = {name: value for name, value in params.items() if name in own}
-        model["first_stage_config"] = {
-            "target": "cogfast.model.autoencoder.VideoAutoencoder",
-            "params": {"path": str(folder / "vae"), **kept},
-        }
-        found += [f"{_STAGE}.target", f"{_STAGE}.params.path"]
-        for key in [key for key in origins if key.startswith(_STAGE)]:
-            if key.rpartition(".")[2] not in kept:
-                del origins[key]
+        made = {"path": str(folder / "vae"), **kept}
+        target = "cogfast.model.autoencoder.VideoAutoencoder"
+        found[_STAGE] = {"target": target, "params": made}, str(folder)
+        for name, value in kept.items():
+            key = f"{_STAGE}.params.{name}"
+            found[key] = value, find_origin(origins, key)
         # The factor belongs to the VAE: with another one, latents would not be of the trained scale.
         given, factor = model["scale_factor"], read_vae_config(folder / "vae").scaling_factor
         if factor is not None and factor != given:
             if origins.get(_SCALE, DEFAULT) != DEFAULT:
                 text = f"{_SCALE}={given}, but {folder}/vae/config.json has scaling_factor={factor}"
                 raise KeyProblem(_SCALE, f"{text}; set the same, or use the file of the model")
-            model["scale_factor"] = factor
-            found.append(_SCALE)
+            found[_SCALE] = factor, str(folder)
+    if not has_vae and scheduler is None:
+        return found
     for i, entry in enumerate(select(model, "conditioner_config.params.emb_models") or []):
         if _is_placeholder(entry, "model_dir") and (folder / "text_encoder").is_dir():
-            entry["params"]["model_dir"] = str(folder)
-            found.append(f"{_ENCODERS}.{i}.params.model_dir")
+            found[f"{_ENCODERS}.{i}.params.model_dir"] = str(folder), str(folder)
     if scheduler is not None:
-        found += _fill_schedules(model, scheduler)
-    return dataclasses.replace(
-        config, model=OmegaConf.create(model), origins=origins | dict.fromkeys(found, str(folder))
-    )
+        values = _schedules(model, scheduler)
+        found |= {key: (value, str(folder)) for key, value in values.items()}
+    return found
 
 
 def _is_theirs(origins: Mapping[str, str], key: str, is_of_run: bool) -> bool:
@@ -233,25 +227,28 @@ def _is_theirs(origins: Mapping[str, str], key: str, is_of_run: bool) -> bool:
     return origin != COMMAND_LINE and (is_of_run or Path(origin).name.startswith("training_config"))
 
 
-def _with_copies(config: Config, may_download: bool, is_of_run: bool) -> Config:
-    """Put folders of this machine in the place of URLs of weights; what the run writes has the URLs."""
-    plain = {name: to_dict(section) for name, section in config.sections().items()}
-    given = addresses(plain)
-    whole = OmegaConf.create(plain if given else {})
-    theirs = {k: v for k, v in given.items() if _is_theirs(config.origins, k, is_of_run)}
+def _copies(
+    sections: Mapping[str, Any], origins: Mapping[str, str], may_download: bool, is_of_run: bool
+) -> dict[str, tuple[Any, str | None]]:
+    """Return the folders of this machine for the URLs of weights; what the run writes has the URLs."""
+    given = addresses(sections)
+    theirs = {k: v for k, v in given.items() if _is_theirs(origins, k, is_of_run)}
     if theirs and (is_of_run or may_download):
         words, note = as_words(theirs)
-        text = f"{find_origin(config.origins, min(theirs))}: the file of a run starts no download; add to the"
+        text = (
+            f"{find_origin(origins, min(theirs))}: the file of a run starts no download; add to the"
+        )
         text += f" command, with these addresses or your folders{note}:"
         lines = textwrap.wrap(words, 360, break_long_words=False, break_on_hyphens=False)
         raise Problems("\n".join([text, *lines]))
+    found: dict[str, tuple[Any, str | None]] = {}
     for key, value in given.items() if may_download else ():
         try:
-            OmegaConf.update(whole, key, copy_of(value))
+            found[key] = str(copy_of(value)), None
         except OSError as error:
             why = str(error).removeprefix(f"{value}: ")
             raise KeyProblem(key, f"{key}={value}: {why}") from None
-    return dataclasses.replace(config, **{str(name): whole[name] for name in whole})
+    return found
 
 
 def _is_placeholder(node: dict[str, Any] | None, key: str) -> bool:
@@ -259,20 +256,19 @@ def _is_placeholder(node: dict[str, Any] | None, key: str) -> bool:
     return isinstance(value, str) and PLACEHOLDER.search(value) is not None
 
 
-def _fill_schedules(model: dict[str, Any], scheduler: dict[str, Any]) -> list[str]:
-    """Fill the noise schedules of a model section; return the keys that were set."""
+def _schedules(model: Mapping[str, Any], scheduler: dict[str, Any]) -> dict[str, Any]:
+    """Return {dotted key: value} of the noise schedules of a model section."""
     defaults = inspect.signature(ZeroSNRDDPMDiscretization).parameters
-    found = []
+    found = {}
     for path in _SCHEDULES:
         node = select(model, path)
         if node is None or not node["target"].endswith("ZeroSNRDDPMDiscretization"):
             continue
-        params = node["params"] = node.get("params") or {}
+        params = node.get("params") or {}
         for name, value in ((name, scheduler[key]) for name, key in _DISCRETIZATION.items()):
             key = f"model.{path}.params.{name}"
             if name not in params and value != defaults[name].default:
-                params[name] = value
-                found.append(key)
+                found[key] = value
             elif params.get(name, value) != value:
                 text = "%s=%s, but the model of args.load was trained with %s"
                 logger.warning(text, key, params[name], value)

@@ -9,10 +9,11 @@ from cogfast.core.component import Component
 from cogfast.core.shapes import num_latent_frames
 from cogfast.extensions.conditions.given_frames import GivenFrames
 from cogfast.model.autoencoder import VideoAutoencoder, tiled, video_autoencoder_from_sat
+from cogfast.model.keys import ModelKeys
 from cogfast.model.text_encoder import T5TextEncoder
 from cogfast.train.assembly import video_data
+from cogfast.train.frozen_encoders import FrozenParts
 from cogfast.train.keys import TrainKeys
-from cogfast.train.run.opened import Run
 
 _FLOAT32 = 4
 # google/t5-v1_1-xxl, which all CogVideoX models use: elements of its encoder, and those of its `wo`,
@@ -106,8 +107,10 @@ class Encoders:
 
 
 def find_encoders(
-    run: Run,
     args: TrainKeys,
+    model: ModelKeys,
+    data: Component | None,
+    frozen: FrozenParts,
     shape: tuple[int, int, int, int],
     text_length: int,
     number_bytes: int,
@@ -115,9 +118,9 @@ def find_encoders(
 ) -> Encoders:
     """Return what the encoders of a configuration take; files that are missing need not exist.
     num_captions: the most of a micro-batch."""
-    model = run.model
+    text_encoder = frozen.text_encoder
     # A data section that is still to come counts as one of clips.
-    is_of_clips = run.data is None or video_data(run.data) is not None
+    is_of_clips = data is None or video_data(data) is not None
     reads_clips = is_of_clips and not model.latent_input
     is_cached = args.latent_cache is not None
     frames = GivenFrames.parse(model.given_frames)
@@ -131,14 +134,14 @@ def find_encoders(
     if args.mode == "inference":
         in_step, in_evaluation = (False, False), True
     text_bytes = text_peak = 0
-    if run.text_encoder is not None and run.text_encoder.kind is T5TextEncoder:
+    if text_encoder is not None and text_encoder.kind is T5TextEncoder:
         text_bytes = T5_NUMEL * number_bytes
         if args.precision == "fp16":
             text_bytes += _T5_WO_NUMEL * (_FLOAT32 - number_bytes)
         scores = 2 * _T5_HEADS * text_length**2 * (_FLOAT32 + number_bytes)
         rows = text_length * (3 * _T5_INNER + 6 * _T5_WIDTH) * number_bytes
         text_peak = num_captions * (scores + rows)
-    is_known, mode = _first_stage(run.first_stage)
+    is_known, mode = _first_stage(frozen.first_stage)
     return Encoders(
         text_bytes=text_bytes,
         text_peak=text_peak,

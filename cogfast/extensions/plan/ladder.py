@@ -8,14 +8,16 @@ args.fit=auto makes the changes, `cogfast plan` and the error of a run that is o
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
-from cogfast.config import with_words
+from cogfast.config.sat_network import VAE_KEY
 from cogfast.core.device_memory import free_memory
 from cogfast.distributed.process_groups import ProcessGroups
+from cogfast.extensions.memory.keys import MemoryKeys
 from cogfast.extensions.memory.offloaded_activations import OffloadedActivations
 from cogfast.extensions.memory.quantized_base import base_linears
 from cogfast.extensions.plan.memory import (
@@ -30,6 +32,7 @@ from cogfast.extensions.plan.memory import (
     setup_of,
     usable,
 )
+from cogfast.extensions.plan.trace import Traces
 from cogfast.model.transformer import DiffusionTransformer
 from cogfast.train.activation_checkpointing import LADDER, Policy, apply_policies, describe
 from cogfast.train.keys import TrainKeys
@@ -42,17 +45,28 @@ _MOST_GPUS = 64
 # These keys round numbers of the run.
 _ROUNDING = ("args.optimizer_moments=", "args.quantize_base=")
 # The layout of the traced model depends on these keys, and no rung changes others of them.
-_TRACED = ("args.offload_blocks=", "args.quantize_base=")
+_TRACED = tuple(map(MemoryKeys.key, ("offload_blocks", "quantize_base")))
+_GPUS = "GPUs"
+_ENCODE_CHUNKS = f"{VAE_KEY}.encode_chunks"
 
 
 @dataclass(frozen=True, slots=True)
 class Fitted:
-    """A configuration after the changes. changes: `key=value` words, or a number of GPUs."""
+    """A run after some changes, each {dotted key: value} or {"GPUs": number}."""
 
-    changes: tuple[str, ...]
-    run: Run
+    steps: tuple[Mapping[str, Any], ...]
     args: TrainKeys
     plan: MemoryPlan
+
+    @property
+    def values(self) -> dict[str, Any]:
+        """The keys of all changes."""
+        return {k: v for step in self.steps for k, v in step.items() if k != _GPUS}
+
+    @property
+    def changes(self) -> tuple[str, ...]:
+        """Each change as `key=value` words, or as a number of GPUs."""
+        return tuple(map(_text, self.steps))
 
     def describe(self) -> str:
         """Return the changes with the peak that follows."""
@@ -60,23 +74,41 @@ class Fitted:
         return f"{' '.join(self.changes)}: {peak}"
 
 
-def climb(run: Run, args: TrainKeys, plan: MemoryPlan, has_gpus: bool = False) -> Fitted:
+# Returns args and setup of a run with other values, on a number of ranks; traces: those of the same layout.
+Change = Callable[[Mapping[str, Any], int, Traces | None], tuple[TrainKeys, Setup]]
+
+
+def changed_setup(
+    run: Run, values: Mapping[str, Any], world_size: int, traces: Traces | None = None
+) -> tuple[TrainKeys, Setup]:
+    """The Change of a run."""
+    run = run.with_values(values, FIT)
+    return run.args, setup_of(run, run.args, world_size, traces)
+
+
+def climb(args: TrainKeys, plan: MemoryPlan, change: Change, has_gpus: bool = False) -> Fitted:
     """Return the first changes of the ladder with which the run fits, or those that help if none do.
 
     has_gpus: also the changes that are no keys of the same layout: ZeRO-3, more GPUs.
     """
-    start = found = Fitted((), run, args, plan)
+    start = found = Fitted((), args, plan)
     for rung in _rungs(args, plan.setup, has_gpus):
         if found.plan.fits:
             break
-        risen = _with(start, [*found.changes, rung], found)
+        risen = _with(start, [*found.steps, rung], found, change)
         # Smaller micro-batches have sums of gradients, which may take more than they save.
         found = risen if _missing(risen.plan) < _missing(found.plan) else found
     if found.plan.fits:
-        for change in found.changes[:-1]:
-            less = _with(start, [each for each in found.changes if each != change], found)
+        for step in found.steps[:-1]:
+            less = _with(start, [each for each in found.steps if each != step], found, change)
             found = less if less.plan.fits else found
     return found
+
+
+def _text(step: Mapping[str, Any]) -> str:
+    if _GPUS in step:
+        return f"{step[_GPUS]} {_GPUS}"
+    return " ".join(f"{key}={'true' if value is True else value}" for key, value in step.items())
 
 
 def _missing(plan: MemoryPlan) -> int:
@@ -85,69 +117,72 @@ def _missing(plan: MemoryPlan) -> int:
     return sum(max(0, phase.total - most) for phase in plan.phases)
 
 
-def _with(start: Fitted, changes: Sequence[str], before: Fitted) -> Fitted:
+def _with(
+    start: Fitted, steps: Sequence[Mapping[str, Any]], before: Fitted, change: Change
+) -> Fitted:
     """Plan the run of `start` with these changes. A later change of a key replaces an earlier one."""
-    changes = tuple({change.partition("=")[0]: change for change in changes}.values())
-    words = [word for change in changes if "GPUs" not in change for word in change.split()]
-    run = Run(with_words(start.run.config, words, FIT))
-    args, setup = run.args, start.plan.setup
-    gpus = [int(change.split()[0]) for change in changes if "GPUs" in change]
-    number = gpus[-1] if gpus else setup.world_size
-    traced = lambda changes: [w for c in changes for w in c.split() if w.startswith(_TRACED)]
-    alike = [each for each in (before, start) if traced(each.changes) == traced(changes)]
-    changed = setup_of(run, args, number, alike[0].plan.setup.traces if alike else None)
-    return Fitted(changes, run, args, plan_memory(changed, start.plan.card))
+    made = Fitted(
+        tuple({next(iter(step)): step for step in steps}.values()), start.args, start.plan
+    )
+    gpus = [step[_GPUS] for step in made.steps if _GPUS in step]
+    traced = lambda fitted: {k: v for k, v in fitted.values.items() if k in _TRACED}
+    alike = [each.plan.setup.traces for each in (before, start) if traced(each) == traced(made)]
+    number = gpus[-1] if gpus else start.plan.setup.world_size
+    args, setup = change(made.values, number, alike[0] if alike else None)
+    return Fitted(made.steps, args, plan_memory(setup, start.plan.card))
 
 
-def _rungs(args: TrainKeys, setup: Setup, has_gpus: bool) -> Iterator[str]:
+def _rungs(args: TrainKeys, setup: Setup, has_gpus: bool) -> Iterator[dict[str, Any]]:
     """Yield the changes that apply to a run, in their order."""
     rules, encoders, layers = setup.rules, setup.encoders, setup.num_layers
     # Whether only adapters are trained in the blocks' linears
     is_frozen = not any(
         linear.weight.requires_grad for _, linear in base_linears(setup.transformer)
     )
+    key = args.key
     if setup.choice != "auto":
-        yield "args.activation_checkpointing=auto"
+        yield {key("activation_checkpointing"): "auto"}
     if (encoders.in_evaluation or any(encoders.in_step)) and not encoders.are_offloaded:
-        yield "args.offload_encoders=true"
+        yield {key("offload_encoders"): True}
     if encoders.is_known and encoders.encodes_clips and encoders.mode == "auto":
-        yield "model.first_stage_config.params.encode_chunks=tiles"
+        yield {_ENCODE_CHUNKS: "tiles"}
     if rules.has_ema and not rules.is_offloaded and not rules.has_host_ema and not is_frozen:
-        yield "args.ema_device=cpu"
+        yield {key("ema_device"): "cpu"}
     if is_frozen:
         for number in (layers // 2, layers):
             if number > args.offload_blocks:
-                yield f"args.offload_blocks={number}"
+                yield {key("offload_blocks"): number}
     for divisor in (2, 4, 8):
         if args.batch_size % divisor == 0:
-            size, times = args.batch_size // divisor, args.gradient_accumulation_steps * divisor
-            yield f"args.batch_size={size} args.gradient_accumulation_steps={times}"
+            times = args.gradient_accumulation_steps * divisor
+            size = {key("batch_size"): args.batch_size // divisor}
+            yield {**size, key("gradient_accumulation_steps"): times}
     if not setup.offloads and not args.compile:
-        yield "args.offload_activations=true"
+        yield {key("offload_activations"): True}
     if is_frozen and args.quantize_base == "none":
-        yield "args.quantize_base=int8"
+        yield {key("quantize_base"): "int8"}
     # The state of Prodigy and Muon cannot be of 8 bits.
     has_adams = rules.has_ema and rules.num_moments == 2 and not rules.is_muon
     if has_adams and not rules.is_offloaded and not rules.has_8bit_moments and not is_frozen:
-        yield "args.optimizer_moments=8bit"
+        yield {key("optimizer_moments"): "8bit"}
     if not has_gpus or is_frozen:
         return
     number = 2 * setup.world_size
     while number <= _MOST_GPUS and rules.stage >= 1:
-        yield f"{number} GPUs"
+        yield {_GPUS: number}
         number *= 2
 
 
-def fit_to_device(run: Run, groups: ProcessGroups) -> Run:
-    """Return the run that fits on the device of the rank with the least memory.
+def fit_to_device(args: TrainKeys, change: Change, groups: ProcessGroups) -> dict[str, Any]:
+    """Return {dotted key: value} with which a run fits on the device of the rank with the least memory.
 
     All ranks return the same. Raises ValueError if the whole ladder does not make it fit.
     """
     free, total = free_memory(groups.device)
     # Memory that other programs hold counts like a smaller card.
     card = min(groups.gather(int(min(total, free / (1 - MARGIN)))))
-    plan = plan_memory(setup_of(run, run.args, groups.world_size), card)
-    found = climb(run, run.args, plan)
+    plan = plan_memory(change({}, groups.world_size, None)[1], card)
+    found = climb(args, plan, change)
     if not found.plan.fits:
         raise ValueError(
             f"{FIT}: the run takes {plan.peak / GIB:.1f} GiB of {card / GIB:.1f}, and still "
@@ -157,7 +192,7 @@ def fit_to_device(run: Run, groups: ProcessGroups) -> Run:
     if groups.is_main:
         for line in fit_lines(found):
             logger.info("%s: %s", FIT, line)
-    return found.run
+    return found.values
 
 
 def apply_checkpointing(

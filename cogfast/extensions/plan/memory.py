@@ -331,7 +331,8 @@ def setup_of(run: Run, args: TrainKeys, world_size: int, traces: Traces | None =
     shape = (args.batch_size, clip.num_frames, *clip.pixels)
     captions = args.batch_size * max(times for times, _ in batches)
     number = DTYPES[args.precision].itemsize
-    encoders = find_encoders(run, args, shape, model.text_length, number, captions)
+    parts = run.model, run.data, run.frozen
+    encoders = find_encoders(args, *parts, shape, model.text_length, number, captions)
     is_sampling = args.mode == "inference"
     # Guidance runs the conditional and the unconditional half together.
     evaluated = args.eval_batch_size or args.batch_size

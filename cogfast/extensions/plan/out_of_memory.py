@@ -16,20 +16,18 @@ from cogfast.core.machine_limits import is_lack_of_memory
 from cogfast.distributed.process_groups import ProcessGroups
 from cogfast.distributed.step_clock import CLOCK
 from cogfast.extensions.plan.gpus import gpu_of
-from cogfast.extensions.plan.ladder import climb
+from cogfast.extensions.plan.ladder import Change, climb
 from cogfast.extensions.plan.memory import (
     GIB,
     MemoryPlan,
     Setup,
     host_parts,
     plan_memory,
-    setup_of,
     usable,
 )
 from cogfast.extensions.plan.seconds import predict_step
 from cogfast.train.activation_checkpointing import Policy, describe
 from cogfast.train.keys import TrainKeys
-from cogfast.train.run.opened import Run
 from cogfast.train.watchers.watcher import Watcher
 
 logger = logging.getLogger(__name__)
@@ -50,13 +48,15 @@ class MemoryWatch(Watcher):
 
     def __init__(
         self,
-        run: Run,
         args: TrainKeys,
+        setup: Callable[[], Setup],
+        change: Change,
         groups: ProcessGroups,
         how_to_resume: Callable[[], str],
     ) -> None:
-        """how_to_resume: describes the last checkpoint."""
-        self.run, self.args, self.groups = run, args, groups
+        """setup: of the run; change: of its keys. how_to_resume: describes the last checkpoint."""
+        self.args, self.groups = args, groups
+        self.make_setup, self.change = setup, change
         self.how_to_resume = how_to_resume
         self.policies: tuple[Policy, ...] | None = None  # of the blocks, when they have some
         self.attention: str | None = None  # the backend, when one is chosen
@@ -66,7 +66,7 @@ class MemoryWatch(Watcher):
     @cached_property
     def setup(self) -> Setup | None:
         try:
-            return setup_of(self.run, self.args, self.groups.world_size)
+            return self.make_setup()
         # No run ends because it could not be predicted.
         except Exception as error:
             _warn(error)
@@ -130,7 +130,7 @@ class MemoryWatch(Watcher):
             # The device has less for this run than the plan takes, whatever it says.
             smaller = replace(plan, card=min(plan.card or plan.peak, int(_SMALLER * plan.peak)))
             has_gpus = self.groups.device.type == "cuda"
-            found = climb(self.run, self.args, smaller, has_gpus=has_gpus)
+            found = climb(self.args, smaller, self.change, has_gpus=has_gpus)
             if found.plan.fits:
                 parts.append(f"these changes take less: {found.describe()}")
             else:

@@ -5,19 +5,20 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
-from cogfast.config import Config, with_words
 from cogfast.core.keys import with_origins
 from cogfast.extensions.plan.gpus import GPUS
 from cogfast.extensions.plan.memory import GIB, MemoryPlan, plan_memory, rules_of, setup_of
 from cogfast.extensions.plan.seconds import GPUS_PER_MACHINE, StepTime, predict_step
-from cogfast.extensions.plan.text import attention_of, checked, find_card, model_line
+from cogfast.extensions.plan.text import attention_of, check_plan, find_card, model_line
 from cogfast.extensions.plan.trace import Traces
 from cogfast.extensions.sparse.check import check_sparse
+from cogfast.train.keys import TrainKeys
 from cogfast.train.preflight.mesh import check_mesh
 from cogfast.train.run.opened import Run
 
 WORLDS = (8, 16, 32, 64, 128, 256, 512, 1024)
 _SHOWN = 2  # layouts for each number of GPUs
+_LAYOUT = ("model_parallel_size", "context_parallel_size", "gradient_accumulation_steps")
 _SIZES = (1, 2, 4, 8)  # of a group that shares a sample
 
 
@@ -44,13 +45,14 @@ class Layout:
 
 
 def find_layouts(
-    config: Config, gpu: str | None, worlds: Iterable[int] = WORLDS
+    run: Run, gpu: str | None, worlds: Iterable[int] = WORLDS
 ) -> dict[int, list[Layout] | str]:
     """Return the layouts that fit for each number of GPUs, the fastest first, or why there is none.
 
     Those of a number have the same global batch: deepspeed.train_batch_size, else the configuration's own.
     """
-    (name, memory, entry), run = find_card(gpu), checked(config)
+    name, memory, entry = find_card(gpu)
+    run = run.with_values(*check_plan(run.args, run.model, run.fields))
     model, data = run.network, run.data_arguments
     if entry is None or memory is None:
         known = ", ".join(each.name for each in GPUS)
@@ -70,12 +72,9 @@ def find_layouts(
             if tensor > 1 and len(layouts) >= _SHOWN:
                 break
             at_once = args.batch_size * max(1, world // (tensor * context))
-            words = (
-                f"args.model_parallel_size={tensor}",
-                f"args.context_parallel_size={context}",
-                f"args.gradient_accumulation_steps={max(1, samples // at_once)}",
-            )
-            changed = Run(with_words(run.config, words, "--table"))
+            sizes = tensor, context, max(1, samples // at_once)
+            values = dict(zip(map(args.key, _LAYOUT), sizes, strict=True))
+            changed = run.with_values(values, "--table")
             try:
                 with with_origins(changed.origins):
                     check_mesh(changed.args, model.config, data, model.target, world)
@@ -94,6 +93,7 @@ def find_layouts(
             backend, *_ = attention_of(changed.args, plan, entry, is_here=gpu is None)
             step = predict_step(plan, entry, backend)
             if plan.fits and step is not None:
+                words = tuple(f"{key}={value}" for key, value in values.items())
                 layouts.append(Layout(words, samples, plan, step))
         if peaks:
             why = f"no layout fits: {min(peaks) / GIB:.1f} GiB or more, of {memory / GIB:.1f}; "
@@ -125,9 +125,10 @@ _TABLES: Mapping[str, Mapping[str, Callable[[Layout], str]]] = {
 }
 
 
-def describe_table(config: Config, gpu: str | None, worlds: Iterable[int] = WORLDS) -> str:
-    """Return two tables of at most 120 columns. Raises ValueError if no number of GPUs has a layout."""
-    found = find_layouts(config, gpu, worlds)
+def describe_table(
+    found: Mapping[int, list[Layout] | str], args: TrainKeys, gpu: str | None
+) -> str:
+    """Return two tables of at most 120 columns. found: by find_layouts. Raises ValueError if no number of GPUs has a layout."""
     fitting = [each for each in found.values() if not isinstance(each, str)]
     reasons = [f"--gpus {n}: {why}" for n, why in found.items() if isinstance(why, str)]
     if not fitting:
@@ -135,7 +136,7 @@ def describe_table(config: Config, gpu: str | None, worlds: Iterable[int] = WORL
     step, setup = fitting[0][0].step, fitting[0][0].plan.setup
     frames, (rows, columns) = setup.size.num_frames, setup.size.pixels
     lines = [
-        model_line(Run(config).args, fitting[0][0].plan),
+        model_line(args, fitting[0][0].plan),
         f"on: {find_card(gpu)[0]}, {GPUS_PER_MACHINE} in a machine, ZeRO-{setup.rules.stage}, batches of "
         f"{setup.batch_size} x {frames} frames of {rows}x{columns}, cached latents",
         f"All figures are predicted, none was measured; {step.attention_rates}.",

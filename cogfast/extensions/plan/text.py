@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import os
+from functools import partial
+from typing import Any
 
 import torch
 
-from cogfast.config import Config
 from cogfast.core.keys import names_origins
 from cogfast.core.values import counted
 from cogfast.distributed.parallelize import run_without_dynamo
 from cogfast.extensions.conditions.check import check_conditions
 from cogfast.extensions.plan.gpus import INSTALL_FLASH_ATTENTION, Gpu, gpu_of, parse_gpu
-from cogfast.extensions.plan.ladder import FIT, climb, fit_lines
+from cogfast.extensions.plan.ladder import FIT, changed_setup, climb, fit_lines
 from cogfast.extensions.plan.memory import (
     GIB,
     MemoryPlan,
@@ -26,6 +27,7 @@ from cogfast.extensions.plan.seconds import predict_step
 from cogfast.extensions.plan.zero import num_held
 from cogfast.extensions.sparse.check import check_sparse, follow_weights
 from cogfast.kernels.attention_backends import BACKENDS, backends_that_run
+from cogfast.model.keys import ModelKeys
 from cogfast.train.activation_checkpointing import describe
 from cogfast.train.assembly import DTYPES
 from cogfast.train.keys import TrainKeys
@@ -40,13 +42,13 @@ _NOTHING_FITS = (
 
 
 @names_origins
-def describe_plan(config: Config, gpu: str | None = None, num_gpus: int | None = None) -> str:
-    """Return the prediction for `config` as text.
+def describe_plan(run: Run, gpu: str | None = None, num_gpus: int | None = None) -> str:
+    """Return the prediction for a run as text.
 
     gpu: of --gpu; None: the one that is here. num_gpus: of --gpus; None: of this launch. Raises
     ValueError for a name that is not known and for a number of GPUs that does not divide.
     """
-    run = checked(config)
+    run = run.with_values(*check_plan(run.args, run.model, run.fields))
     args, model, data = run.args, run.network, run.data_arguments
     card_name, memory, entry = find_card(gpu)
     world_size = num_gpus or int(os.environ.get("WORLD_SIZE", "1"))
@@ -56,8 +58,9 @@ def describe_plan(config: Config, gpu: str | None = None, num_gpus: int | None =
         check_global_batch(args, run.deepspeed, world_size)
     plan = plan_memory(setup_of(run, args, world_size), memory)
     changes: list[str] = []
+    change = partial(changed_setup, run)
     if args.fit == "auto" and memory is not None:
-        found = climb(run, args, plan)
+        found = climb(args, plan, change)
         if found.plan.fits:
             args, plan, changes = found.args, found.plan, fit_lines(found)
     setup = plan.setup
@@ -70,7 +73,7 @@ def describe_plan(config: Config, gpu: str | None = None, num_gpus: int | None =
         lines.append(f"in host memory, for each GPU: {', '.join(host)}")
     lines += ["", *_table(plan), "", _verdict(plan, card_name), *_gap_lines(plan)]
     lines += [f"{FIT}: {line}" for line in changes]
-    fix = None if plan.fits else climb(run, args, plan, has_gpus=True)
+    fix = None if plan.fits else climb(args, plan, change, has_gpus=True)
     if fix is not None and fix.plan.fits:
         peak = f"{_gib(fix.plan.peak)} GiB, {fix.plan.largest.name}"
         lines += ["", f"This makes it fit ({peak}):", *(f"  {change}" for change in fix.changes)]
@@ -81,16 +84,16 @@ def describe_plan(config: Config, gpu: str | None = None, num_gpus: int | None =
     return "\n".join(lines) + "\n"
 
 
-@names_origins
-def checked(config: Config) -> Run:
-    """Return the run that a plan is made of, if it can be planned."""
+def check_plan(
+    args: TrainKeys, model: ModelKeys, fields: dict[str, Any]
+) -> tuple[dict[str, str], str]:
+    """Check what a plan needs. Return what follow_weights finds. fields: of the network; {} without one."""
     run_without_dynamo()
-    config = follow_weights(config)
-    if config.model.get("network_config") is None:
+    found = follow_weights(args)
+    if not fields:
         raise ValueError("model.network_config is missing; add a model file to --base")
-    run = Run(config)
-    check_conditions(run.model, run.fields)
-    return run
+    check_conditions(model, fields)
+    return found
 
 
 def find_card(name: str | None) -> tuple[str, int | None, Gpu | None]:

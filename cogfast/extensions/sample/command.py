@@ -11,14 +11,12 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from cogfast.config import Config
-from cogfast.config.merged_config import leaves
 from cogfast.core.addresses import shown
 from cogfast.core.device_memory import free_memory
 from cogfast.core.files import WriteError, write_text
 from cogfast.core.json_files import brief
 from cogfast.core.keys import names_origins
-from cogfast.core.values import counted, show
+from cogfast.core.values import counted, leaves, show
 from cogfast.distributed.parallelize import run_without_dynamo
 from cogfast.distributed.process_groups import ProcessGroups, start_processes
 from cogfast.extensions.conditions.given_frames import GivenFrames
@@ -57,7 +55,7 @@ _GIB = 2**30
 
 @names_origins
 def sample(
-    config: Config,
+    run: Run,
     prompts: Sequence[str],
     files: Mapping[str, Sequence[Path | None]],
     out: Path,
@@ -74,12 +72,11 @@ def sample(
     those of args.load; None: those of runs that have any. loras: adapters to merge. tensors: NAME=FILE of
     those of data.params.tensors, for each name once or once per prompt.
     """
-    config = follow_weights(config, [lora.path for lora in loras])
-    run = Run(config)
+    run = run.with_values(*follow_weights(run.args, [lora.path for lora in loras]))
     args, model, data, network = run.args, run.model, run.data_arguments, run.network_target
     if not args.compile:
         run_without_dynamo()
-    check_sample(config, weights, [name for name, of_name in files.items() if any(of_name)])
+    check_sample(run, weights, [name for name, of_name in files.items() if any(of_name)])
     for name, of_name in files.items():
         if any(of_name) and not all(of_name):
             prompt, option = prompts[of_name.index(None)], name.replace("_", "-")
@@ -97,17 +94,17 @@ def sample(
     groups = start_processes(
         args.model_parallel_size, args.context_parallel_size, args.collective_timeout
     )
-    groups.check_same({**leaves(plain_sections(config)), "prompts": prompts})
+    groups.check_same({**leaves(plain_sections(run.sections)), "prompts": prompts})
     # The cheap parts first; weights of 11 GB are read below.
     diffusion = assemble_diffusion(run.denoiser, run.loss, run.sampler)
     refuse_fixed_frames(diffusion.sampler)
     if groups.is_main:
-        log_unused(config)
+        log_unused(run.unused, run.sections["args"], run.origins)
         if not all(prompts):
             logger.info("a prompt is empty: its video is sampled without a caption")
         warn_of_different_schedules(diffusion)
         if weights is None:
-            warn_of_image_scale(run)
+            warn_of_image_scale(model, args.load, run.network.config)
         _warn_of_other_loras(model, loras)
     # If there is no run, --ema reads the averaged weights of args.load.
     source = args.load if weights is None and ema else weights
@@ -127,7 +124,7 @@ def sample(
     is_sparse = transformer.sparse_share is not None
     backend = choose_for_sampling(args, transformer.config, groups, stored, is_sparse)
     transformer.use_kernels(choose_kernels(args.kernels, backend))
-    encoder = assemble_encoder(run, args, transformer, groups)
+    encoder = assemble_encoder(run.frozen, model, args, transformer, groups, tensors=run.tensors)
     plan = _limit_memory(encoder, args, groups, sizes)
     # In SAT's inference.yaml, batch_size is the number of videos per prompt, sampled one at a time.
     pair = args.batch_size, 1

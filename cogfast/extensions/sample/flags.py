@@ -2,27 +2,24 @@
 
 from __future__ import annotations
 
-import dataclasses
 import re
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from omegaconf import OmegaConf
-
-from cogfast.config import Config
 from cogfast.config.components import is_none
-from cogfast.config.merged_config import leaves, to_dict
 from cogfast.config.sat_classes import NETWORKS
 from cogfast.config.sat_network import transformer_arguments
 from cogfast.core.addresses import hint, shown
 from cogfast.core.component import Component
-from cogfast.core.keys import COMMAND_LINE
-from cogfast.core.values import select, show
+from cogfast.core.keys import COMMAND_LINE, Settings
+from cogfast.core.values import leaves, select, show
+from cogfast.extensions.sample.keys import SamplingKeys
+from cogfast.train.keys import ModelKeys, TrainKeys
 
 _GUIDERS = "cogfast.diffusion.guidance"
-_SAMPLER = "model.sampler_config.params"
+_SAMPLER = f"{ModelKeys.section}.sampler_config.params"
 # Keys of `model` with which a run trains, and saves, only a part of the network
 _OF_PARTS = ("trainable_modules", "network_config.params.modules.lora_config")
 
@@ -85,68 +82,60 @@ class SamplingFlags:
     size: tuple[int, int] | None = None  # rows, columns
     fps: int | None = None  # of the files
 
-    def apply(self, config: Config) -> Config:
-        """Return the configuration with the keys that the options stand for, and their origins.
+    def settings(self, sections: Mapping[str, Any], origins: Mapping[str, str]) -> Settings:
+        """Return the settings that the options stand for, with the options as their origins.
 
-        It is complete and checked: guidance and frames depend on its sampler and on its model.
+        sections: plain, complete and checked: guidance and frames depend on the sampler and on the model.
         """
-        model, args, origins = to_dict(config.model), to_dict(config.args), dict(config.origins)
+        model, found = sections["model"], {}
 
-        def put(section: dict[str, Any], key: str, value: object, flag: str) -> None:
+        def put(key: str, value: object, flag: str) -> None:
             # Two words of one command line that disagree are a mistake.
             if origins.get(key) == COMMAND_LINE:
                 raise ValueError(f"{flag} and {key} on the command line set the same; keep one")
-            section[key.rpartition(".")[2]] = value
-            for inner in [name for name in origins if name.startswith(f"{key}.")]:
-                del origins[inner]
-            origins[key] = flag
+            found[key] = value, flag
 
         if self.steps is not None:
             sampler = _params(model, f"--steps {self.steps}")
             before, guider = sampler.get("num_steps"), sampler.get("guider_config") or {}
-            put(sampler, f"{_SAMPLER}.num_steps", self.steps, "--steps")
+            put(f"{_SAMPLER}.num_steps", self.steps, "--steps")
             own = guider.get("params") or {}
             # A guider with another number of steps keeps it: it was set on its own.
             if "num_steps" in own and own["num_steps"] == before:
-                key = f"{_SAMPLER}.guider_config.params.num_steps"
-                put(own, key, self.steps, "--steps")
+                put(f"{_SAMPLER}.guider_config.params.num_steps", self.steps, "--steps")
         if self.guidance is not None:
             sampler = _params(model, f"--guidance {self.guidance:g}")
-            key, value = self._guider(sampler.get("guider_config"))
             # Either the whole guider is replaced, or the scale in its params.
-            node = sampler if key.endswith("_config") else sampler["guider_config"]["params"]
-            put(node, key, value, "--guidance")
+            put(*self._guider(sampler.get("guider_config")), "--guidance")
         if self.frames is not None:
             from cogfast.core.shapes import num_latent_frames
             from cogfast.train.video_size import frames_problem
 
-            network = transformer_arguments(config.model.network_config.params)
+            network = transformer_arguments(model["network_config"]["params"])
             problem = frames_problem(network, self.frames, "--frames")
             if problem is not None:
                 raise ValueError(problem)
             latent_frames = num_latent_frames(self.frames)
             # CogVideoX 1.5 pads the latent frames.
             latent_frames += -latent_frames % network["patch_size"].t
-            put(args, "args.sampling_num_frames", latent_frames, "--frames")
+            put(SamplingKeys.key("sampling_num_frames"), latent_frames, "--frames")
         if self.num_videos is not None:
             # With this mode, as in SAT's inference.yaml, batch_size is the number of videos per
             # prompt. The settings of a model folder have it already.
-            if args["mode"] != "inference":
-                put(args, "args.mode", "inference", "--num-videos")
-            put(args, "args.batch_size", self.num_videos, "--num-videos")
+            if sections["args"]["mode"] != "inference":
+                put(TrainKeys.key("mode"), "inference", "--num-videos")
+            put(TrainKeys.key("batch_size"), self.num_videos, "--num-videos")
         if self.size is not None:
             from cogfast.train.video_size import size_problem
 
-            network = transformer_arguments(config.model.network_config.params)
+            network = transformer_arguments(model["network_config"]["params"])
             problem = size_problem(network, *self.size, "--size")
             if problem is not None:
                 raise ValueError(re.sub(r"\[(\d+), (\d+)\]", r"\1x\2", problem))
-            put(args, "args.sampling_image_size", [*self.size], "--size")
+            put(SamplingKeys.key("sampling_image_size"), [*self.size], "--size")
         if self.fps is not None:
-            put(args, "args.sampling_fps", self.fps, "--fps")
-        return dataclasses.replace(
-            config, model=OmegaConf.create(model), args=OmegaConf.create(args), origins=origins
-        )
+            put(SamplingKeys.key("sampling_fps"), self.fps, "--fps")
+        return found
 
     def _guider(self, node: Mapping[str, Any] | None) -> tuple[str, object]:
         """Return the key that --guidance sets, and its value. node: the configured guider."""
@@ -168,7 +157,7 @@ def _params(model: dict[str, Any], flag: str) -> dict[str, Any]:
     node = model.get("sampler_config")
     if node is None or is_none(node):
         raise ValueError(f"{flag}: model.sampler_config is missing; sampling needs one")
-    return node.setdefault("params", {})
+    return node.get("params") or {}
 
 
 def check_negative_prompt(prompt: str | None, sampler: Component) -> None:

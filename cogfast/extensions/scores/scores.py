@@ -23,11 +23,10 @@ from pathlib import Path
 from tempfile import TemporaryFile
 from typing import IO, TYPE_CHECKING
 
-from cogfast.config.load import COMMAND_KEY
 from cogfast.core.component import Component
 from cogfast.core.files import WriteError, write_text
 from cogfast.core.json_files import brief, read_json
-from cogfast.core.values import KeyProblem, nearest
+from cogfast.core.values import nearest
 from cogfast.train.keys import TrainKeys
 from cogfast.train.run.folder import samples_place
 from cogfast.train.watchers.watcher import Watcher
@@ -215,7 +214,8 @@ def check_scores(args: TrainKeys, data: Component | None) -> None:
     if problem is None and not args.has_evaluation:
         problem = "scores the videos of evaluations, but there are none; set args.eval_interval"
     if problem is not None:
-        raise KeyProblem(COMMAND_KEY, f"{COMMAND_KEY}={brief(command)} {problem}")
+        text = f"args.eval_command={brief(command)} {problem}"
+        raise args.problem("eval_command", text)
 
 
 def scores_of(output: str) -> dict[str, float]:

@@ -10,8 +10,6 @@ from typing import Any
 
 import torch
 
-from cogfast.config import Config
-from cogfast.config.load import with_words
 from cogfast.core.values import KeyProblem
 from cogfast.distributed.parallelize import run_without_dynamo
 from cogfast.distributed.process_groups import ProcessGroups
@@ -33,22 +31,21 @@ _WIDTHS = range(16, 257, 16)  # head widths of FlexAttention's kernels on tensor
 _KEY = "args.attention"
 
 
-def follow_weights(config: Config, loras: Iterable[str] = ()) -> Config:
-    """Return the configuration with the args.attention of its weights, if it says none and they have one.
+def follow_weights(args: TrainKeys, loras: Iterable[str] = ()) -> tuple[dict[str, str], str]:
+    """Return {key: value} of args.attention of a run's weights, if it says none and they have one, and their path.
 
     loras: adapters beside args.load and args.load_lora.
     """
-    args = config.args
-    if args.get("attention") is not None:
-        return config
-    for path in filter(None, (args.get("load"), args.get("load_lora"), *loras)):
+    if args.attention is not None:
+        return {}, ""
+    for path in filter(None, (args.load, args.load_lora, *loras)):
         stored = _stored_attention(Path(path))
         if stored not in (None, "dense"):
             logger.info(
                 "attention: %s, as %s was trained; args.attention overrides it", stored, path
             )
-            return with_words(config, [f"{_KEY}={stored}"], str(path))
-    return config
+            return {_KEY: stored}, str(path)
+    return {}, ""
 
 
 def _stored_attention(weights: Path) -> str | None:

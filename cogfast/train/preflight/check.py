@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 
-from cogfast.config import Config
 from cogfast.config.components import is_none, own_objective, own_optimizer
 from cogfast.config.sat_network import LORA_KEY, NETWORK_KEY
 from cogfast.core.addresses import is_url
@@ -47,6 +46,7 @@ from cogfast.model.weights.load import check_depth_and_width, check_family, fitt
 from cogfast.model.weights.open import open_source
 from cogfast.train.assembly import build_on_meta, video_data
 from cogfast.train.checkpoint.write import frozen_to_keep
+from cogfast.train.frozen_encoders import FrozenParts
 from cogfast.train.keys import TrainKeys
 from cogfast.train.preflight.attention_choice import check_attention
 from cogfast.train.preflight.compilers import check_compilers, check_fp8
@@ -58,7 +58,6 @@ from cogfast.train.preflight.parts import (
     missing_frozen,
     try_build,
     try_optimizer,
-    with_warmup,
 )
 from cogfast.train.run.folder import (
     adapters_to_resume,
@@ -92,19 +91,21 @@ def _check_name(args: TrainKeys) -> None:
         raise args.problem("experiment_name", f"{text}; args.save sets the folder above it")
 
 
-def _check_run_folder(run: Run) -> None:
+def _check_run_folder(
+    args: TrainKeys, sections: Mapping[str, Mapping], origins: Mapping[str, str]
+) -> None:
     """Check what can be checked before clips are encoded, which may take hours (args.encode_first)."""
-    args = run.args
     try:
         check_creatable(args)
         is_left_out = args.run_folder is None or is_url(args.run_folder)
         checkpoint = None if is_left_out else resumed_in_run_folder(args)
         if checkpoint is not None and adapters_to_resume(checkpoint) is None:
             manifest = read_manifest(checkpoint, RESUMABLE)
-            fitted = with_warmup(run.config, fit_rates(run.origins, args, sys.maxsize, manifest)[0])
+            fitted, _ = fit_rates(origins, args, sys.maxsize, manifest)
+            now = {**sections, "args": {**sections["args"], "warmup_steps": fitted.warmup_steps}}
             # Global batch and trainer of this run are not known yet: they are compared when it starts.
             known = manifest["global_batch"], manifest.get("classes", {})
-            check_changes(checkpoint, manifest, fitted, *known)
+            check_changes(checkpoint, manifest, now, *known)
     except ValueError as error:
         text = str(error)
         key = next((k for k in ("run_folder", "save") if text.startswith(f"args.{k}")), "resume")
@@ -155,22 +156,20 @@ def _check_base(args: TrainKeys, network: Network) -> None:
 
 
 @names_origins
-def check_train(config: Config, world_size: int | None = None) -> None:
+def check_train(run: Run, world_size: int | None = None) -> None:
     """Check the configuration of `cogfast train`. world_size: None uses that of this launch."""
-    run = Run(config)
     args, model, data = run.args, run.model, run.data_arguments
     if args.mode == "inference":
         text = "args.mode=inference is for `cogfast sample`; set args.mode=finetune to train"
         raise args.problem("mode", text)
     # From cheap to expensive: keys and paths, the machine, the sizes, then parts that are built.
-    _require(run.config.model, "network_config", "denoiser_config", "loss_fn_config")
+    _require(run.sections["model"], "network_config", "denoiser_config", "loss_fn_config")
     _require_data(run.data)
     # All at once: a user with four wrong paths should not start four times.
-    frozen = run.first_stage, run.text_encoder
-    missing = _missing_paths(args, run.data, *frozen)
+    missing = _missing_paths(args, run.data, run.frozen)
     _refuse_missing(run.origins, _placeholders(run.sections), missing)
     _check_name(args)
-    _check_run_folder(run)
+    _check_run_folder(args, run.sections, run.origins)
     _check_steps(args)
     if model.input_key != "mp4":
         text = f"model.input_key={model.input_key} must be mp4, the key of the videos in a batch"
@@ -213,7 +212,7 @@ def check_train(config: Config, world_size: int | None = None) -> None:
     check_conditions(model, fields)
     _check_data(args, model, run.data, fields)
     if video_data(run.data) is not None:
-        check_frozen_parts(run.first_stage, run.text_encoder, fields["text_length"])
+        check_frozen_parts(run.frozen, fields["text_length"])
     check_sparse(args, sizes, data, is_training=True)
     _check_evaluation(args, model, run.data, run.sampler)
     _try(run.denoiser, run.loss, run.sampler)
@@ -228,19 +227,18 @@ def check_train(config: Config, world_size: int | None = None) -> None:
 
 
 @names_origins
-def check_cache(config: Config) -> None:
+def check_cache(run: Run) -> None:
     """Check the configuration of `cogfast cache`."""
-    run = Run(config)
     args, model = run.args, run.model
     # Only encoders run here, but they need the network's sizes.
-    _require(run.config.model, "network_config")
+    _require(run.sections["model"], "network_config")
     _require_data(run.data)
     if args.latent_cache is None:
         stored = trained_settings(Path(args.resume)) if args.resume else {}
         own = select(stored.get("args", ({}, ""))[0], "latent_cache") or "PATH"
         fix = f"set it to the folder that the latents are written to: args.latent_cache={own}"
         raise ValueError(f"args.latent_cache is missing; {fix}")
-    _refuse_missing(run.origins, _missing_paths(args, run.data, run.first_stage, run.text_encoder))
+    _refuse_missing(run.origins, _missing_paths(args, run.data, run.frozen))
     _check_precision(args)
     network_class(run.network_target, run.allow_import)
     fields = run.fields
@@ -249,16 +247,15 @@ def check_cache(config: Config) -> None:
     check_conditions(model, fields)
     _check_data(args, model, run.data, fields)
     if video_data(run.data) is not None:
-        check_frozen_parts(run.first_stage, run.text_encoder, fields["text_length"])
+        check_frozen_parts(run.frozen, fields["text_length"])
 
 
 @names_origins
-def check_sample(config: Config, weights: str | None = None, given: Sequence[str] = ()) -> None:
+def check_sample(run: Run, weights: str | None = None, given: Sequence[str] = ()) -> None:
     """Check the configuration of `cogfast sample`. weights: run folder that replaces args.load. given: the
     conditions that prompts have."""
-    run = Run(config)
     args, model, data = run.args, run.model, run.data_arguments
-    _require(run.config.model, "network_config", "denoiser_config", "sampler_config")
+    _require(run.sections["model"], "network_config", "denoiser_config", "sampler_config")
     # A run's own configuration names the files of its training, which sampling need not find.
     if weights is None:
         _refuse_missing(run.origins, _placeholders(run.sections), _missing_files(args, _WEIGHTS))
@@ -328,10 +325,7 @@ def _placeholders(sections: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def _missing_paths(
-    args: TrainKeys,
-    data: Component | None,
-    first_stage: Component | None,
-    text_encoder: Component | None,
+    args: TrainKeys, data: Component | None, frozen: FrozenParts
 ) -> list[tuple[str, str]]:
     """Return (key, text) for each missing file or folder that training reads."""
     missing = list(_missing_files(args, _WEIGHTS | _RUN_FILES))
@@ -342,7 +336,7 @@ def _missing_paths(
             for source in getattr(args, name):
                 text = videos.missing_source(f"args.{name}", source)
                 missing += [] if text is None else [(f"args.{name}", text)]
-        missing += missing_frozen(first_stage, text_encoder)
+        missing += missing_frozen(frozen)
     if args.has_evaluation:
         missing += _missing_files(args, _EVALUATION_FILES)
     return missing

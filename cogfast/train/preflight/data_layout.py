@@ -2,43 +2,52 @@
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import os
-
-from omegaconf import OmegaConf
+from collections.abc import Mapping
+from typing import Any
 
 import cogfast.extensions.stores.store as store
-from cogfast.config import Config, data_arguments
-from cogfast.core.keys import COMMAND_LINE, names_origins
+from cogfast.config.components import resolve
+from cogfast.core.keys import COMMAND_LINE, Settings
 from cogfast.core.values import KeyProblem
 from cogfast.data.sources.folders import VIDEO_ENDINGS, label_of, named, walk_files
 from cogfast.data.sources.manifest import is_manifest, tables_in
 from cogfast.extensions.stores.store import StoreError
+from cogfast.train.keys import TrainKeys
 
 logger = logging.getLogger(__name__)
 
 _MODULE = "cogfast.data.datasets"
+_DATA = "data"
+_TARGET = f"{_DATA}.target"
 _LISTS = ("videos.txt", "prompts.txt")  # the defaults of VideoList
 
 
-@names_origins
-def infer_layout(config: Config, reads_stores: bool = True) -> Config:
-    """Return `config` with the data set that can read args.train_data and args.valid_data.
+def infer_layout(
+    sections: Mapping[str, Mapping[str, Any]],
+    origins: Mapping[str, str],
+    reads_stores: bool = True,
+) -> Settings:
+    """Return the settings of the data set that can read args.train_data and args.valid_data.
 
     Only in place of a VideoFolder of a file that cannot read one of them: the models' files name it,
     and users then give a manifest, say. ValueError if several data sets could read them; StoreError if
     they lie in a store and the local cache cannot be written. reads_stores: or leave such data as they are.
     """
-    target, key = config.data.get("target"), "args.train_data"
-    sources = [*config.args.train_data, *config.args.valid_data]
-    if any(map(store.is_url, [*sources, config.args.latent_cache or ""])):
+    target, key, args = (
+        sections["data"].get("target"),
+        TrainKeys.key("train_data"),
+        sections["args"],
+    )
+    sources = [*args["train_data"], *args["valid_data"]]
+    if any(map(store.is_url, [*sources, args["latent_cache"] or ""])):
         if not reads_stores:
-            return config
+            return {}
         store.check_local_cache()
-    is_given = config.origins.get("data.target") == COMMAND_LINE
+    is_given = origins.get(_TARGET) == COMMAND_LINE
     if is_given or target not in ("data_video.SFTDataset", f"{_MODULE}.VideoFolder"):
-        return config
+        return {}
     # A source without a layout is refused later, with the reason.
     try:
         each = {source: found for source in sources if (found := _layouts_of(source))}
@@ -49,7 +58,7 @@ def infer_layout(config: Config, reads_stores: bool = True) -> Config:
             if len(found) > 1:
                 text = "%s: read as VideoFolder; its files of %s are ignored; data.target=%s.%s reads them"
                 logger.info(text, source, " and ".join(found[1:]), _MODULE, found[1])
-        return config
+        return {}
     fits = [name for name in [*each.values()][0] if all(name in of for of in each.values())]
     if len(fits) > 1:
         choices = " or ".join(f"data.target={_MODULE}.{name}" for name in fits)
@@ -61,12 +70,9 @@ def infer_layout(config: Config, reads_stores: bool = True) -> Config:
         text = f"{key}: a run reads one layout, but these have several: {shown}; list all clips in one "
         raise KeyProblem(key, f"{text}manifest, or give sources of one layout")
     # With the defaults of SAT's class.
-    params = dict(data_arguments(config))
-    section = OmegaConf.create({"target": f"{_MODULE}.{fits[0]}", "params": params})
-    logger.info(
-        "data.target=%s, the layout of %s, in place of %s", section.target, named(sources), target
-    )
-    return dataclasses.replace(config, data=section, origins=config.origins | {"data.target": key})
+    params, found = dict(resolve(sections["data"])[1]), f"{_MODULE}.{fits[0]}"
+    logger.info("data.target=%s, the layout of %s, in place of %s", found, named(sources), target)
+    return {_TARGET: (found, key), f"{_DATA}.params": (params, None)}
 
 
 def _layouts_of(source: str) -> list[str]:

@@ -16,15 +16,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from cogfast.config import Config
-from cogfast.config.load import with_words
-from cogfast.core.component import Component
 from cogfast.core.values import KeyProblem, cut
 from cogfast.extensions.formats.image_scale import difference, pipeline_code, stock_scale
+from cogfast.model.config import TransformerConfig
+from cogfast.model.keys import ModelKeys
 from cogfast.train.assembly import Diffusion
+from cogfast.train.frozen_encoders import FrozenParts
 from cogfast.train.keys import TrainKeys
-from cogfast.train.optimizer import TENTH, build_learning_rate, build_optimizer, shorter_warmup
-from cogfast.train.run.opened import Run
+from cogfast.train.optimizer import build_learning_rate, build_optimizer, shorter_warmup
 
 logger = logging.getLogger(__name__)
 
@@ -32,10 +31,9 @@ _FIRST_STAGE = "model.first_stage_config"
 _ENCODERS = "model.conditioner_config.params.emb_models"
 
 
-def check_frozen_parts(
-    first_stage: Component | None, text_encoder: Component | None, text_length: int
-) -> None:
+def check_frozen_parts(frozen: FrozenParts, text_length: int) -> None:
     """Check that both encoders are configured, as video files with captions need them."""
+    first_stage, text_encoder = frozen.first_stage, frozen.text_encoder
     fix = "as in the model files of configs/"
     if first_stage is None:
         text = f"{_FIRST_STAGE} is missing: an autoencoder encodes video files; add the section"
@@ -58,10 +56,9 @@ def check_frozen_parts(
         raise KeyProblem(key, text)
 
 
-def missing_frozen(
-    first_stage: Component | None, text_encoder: Component | None
-) -> Iterator[tuple[str, str]]:
+def missing_frozen(frozen: FrozenParts) -> Iterator[tuple[str, str]]:
     """Yield (key, text) for each missing file or folder of the frozen encoders."""
+    first_stage, text_encoder = frozen.first_stage, frozen.text_encoder
     # SAT's key, and that of diffusers' folder; a first stage has one of them.
     stages = [(first_stage, name) for name in ("ckpt_path", "path") if first_stage is not None]
     for stage, name in stages:
@@ -125,12 +122,13 @@ def warn_of_different_schedules(diffusion: Diffusion) -> None:
             )
 
 
-def warn_of_image_scale(run: Run, is_end: bool = False) -> None:
-    """Warn if the first frame's scale is not that of diffusers' pipeline. is_end: of a run."""
-    model, load = run.model, run.args.load
+def warn_of_image_scale(
+    model: ModelKeys, load: str | None, network: TransformerConfig, is_end: bool = False
+) -> None:
+    """Warn if the first frame's scale is not that of diffusers' pipeline. load: args.load. is_end: of a run."""
     if "image" not in model.inputs:
         return
-    stock = stock_scale(run.network.config.patch_size.joins_frames, Path(load) if load else None)
+    stock = stock_scale(network.patch_size.joins_frames, Path(load) if load else None)
     text = difference(model.image_latent_scale, stock, model.scale_factor)
     if text is not None and is_end:
         code = pipeline_code(model.image_latent_scale, model.scale_factor)
@@ -154,8 +152,7 @@ def fit_rates(
     return args, build_learning_rate(args, num_steps)
 
 
-def with_warmup(config: Config, args: TrainKeys) -> Config:
-    """Return the configuration with the warm-up that fit_rates has chosen."""
-    if args.warmup_steps == config.args.get("warmup_steps"):
-        return config
-    return with_words(config, [f"args.warmup_steps={args.warmup_steps}"], TENTH)
+def warmup_of(args: TrainKeys, before: TrainKeys) -> dict[str, Any]:
+    """Return {dotted key: value} of the warm-up that fit_rates has chosen, if it was another one before."""
+    steps = args.warmup_steps
+    return {} if steps == before.warmup_steps else {args.key("warmup_steps"): steps}

@@ -13,7 +13,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from copy import deepcopy
 from datetime import UTC, datetime
@@ -21,19 +21,18 @@ from fnmatch import fnmatch
 from glob import escape
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 import torch
 from omegaconf import OmegaConf
 
 import cogfast.extensions.stores.store as store
 from cogfast import __version__
-from cogfast.config import Config
-from cogfast.config.deepspeed_keys import fold
-from cogfast.config.merged_config import leaves, to_dicts
+from cogfast.config.sat_keys import take_moved
 from cogfast.core.addresses import shown
 from cogfast.core.files import WriteError, read_limited, wait_until, write_text
 from cogfast.core.run_lock import RunLock, check_object, is_held
-from cogfast.core.values import counted, cut, printable
+from cogfast.core.values import counted, cut, leaves, printable
 from cogfast.distributed.process_groups import ProcessGroups
 from cogfast.extensions.formats.peft import FILE_NAME as LORA_FILE_NAME
 from cogfast.extensions.stores.mirror import (
@@ -61,6 +60,7 @@ from cogfast.train.own_classes import Classes, changes_of_code
 
 logger = logging.getLogger(__name__)
 
+Sections = Mapping[str, Mapping[str, Any]]  # plain values
 # Keys that decide what is trained: a resumed run must have the same values as its checkpoint. Paths,
 # intervals, logging, evaluation, the number of steps, and the parallel layout may change.
 _DECISIVE = (
@@ -457,7 +457,7 @@ def _named(path: Path) -> tuple[Path, Path]:
 
 
 def check_changes(
-    checkpoint: Path, manifest: dict, config: Config, global_batch: int, classes: Classes
+    checkpoint: Path, manifest: dict, sections: Sections, global_batch: int, classes: Classes
 ) -> None:
     """Check that the keys and the user's classes that decide what is trained are the checkpoint's.
 
@@ -465,33 +465,34 @@ def check_changes(
         ValueError: some differ and args.accept_changes is not set; lists them.
     """
     matches = lambda key, patterns: any(fnmatch(key, pattern) for pattern in patterns)
-    found = _changes_since(manifest, config, classes).items()
+    found = _changes_since(manifest, sections, classes).items()
     changes = [text for key, text in found if matches(key, _DECISIVE) and not matches(key, _FREE)]
     if manifest["global_batch"] != global_batch:
-        old, steps = manifest["global_batch"], config.args.gradient_accumulation_steps or 1
+        old, steps = manifest["global_batch"], sections["args"]["gradient_accumulation_steps"] or 1
         same = f" (args.gradient_accumulation_steps={steps * old // global_batch} keeps it)"
         same *= steps * old % global_batch == 0
         changes.append(f"global batch: {old} -> {global_batch}{same}")
     more = len(changes) - _MOST_CHANGES
     if more > 0:
         changes = [*changes[:_MOST_CHANGES], f"and {more} more keys"]
-    if changes and not config.args.get("accept_changes"):
+    if changes and not sections["args"].get("accept_changes"):
         raise ValueError(
             f"args.resume={name_of(checkpoint)}: the configuration differs from the checkpoint's: "
             f"{'; '.join(changes)}; change it back, or resume anyway with args.accept_changes=true"
         )
 
 
-def plain_sections(config: Config) -> dict:
-    """Return the resolved sections as in a manifest: JSON types, infinities as strings."""
-    return json.loads(json.dumps(with_urls(to_dicts(config))), parse_constant=str)
+def plain_sections(sections: Mapping[str, Any]) -> dict:
+    """Return the sections as in a manifest: JSON types, infinities as strings."""
+    return json.loads(json.dumps(with_urls(dict(sections))), parse_constant=str)
 
 
 def describe_run(
     folder: Path,
     checkpoint: Path | None,
     manifest: dict,
-    config: Config,
+    sections: Sections,
+    origins: Mapping[str, str],
     world_size: int,
     classes: Classes,
 ) -> None:
@@ -503,11 +504,11 @@ def describe_run(
     # A resumed run keeps the files of the first start: both may be needed to explain it.
     mark = "" if checkpoint is None else f"-from-{checkpoint.name}"
     of_resume = ("args.resume", "args.accept_changes", "args.run_folder")
-    changes = _changes_since(manifest, config, classes)
+    changes = _changes_since(manifest, sections, classes)
     changed = [text for key, text in changes.items() if key not in of_resume]
-    if TENTH in config.origins.values():
+    if TENTH in origins.values():
         text = "args.warmup_steps=%d: the smaller of 100 and a tenth of the steps"
-        logger.info(text, config.args.warmup_steps)
+        logger.info(text, sections["args"]["warmup_steps"])
     if changed:
         logger.warning("the configuration has changed: %s", "; ".join(changed))
     for key in [key for key, each in classes.items() if each["code"] is None]:
@@ -522,7 +523,7 @@ def describe_run(
         if changed or not (folder / _CONFIG).is_file():
             name, text = (
                 f"training_config{mark if changed else ''}.yaml",
-                OmegaConf.to_yaml(with_urls(to_dicts(config))),
+                OmegaConf.to_yaml(with_urls(dict(sections))),
             )
             write_text(folder / name, text, 0o666 if shown(text) == text else 0o600)
         write_text(folder / f"environment{mark}.json", json.dumps(environment, indent=2) + "\n")
@@ -534,17 +535,17 @@ def describe_run(
         ) from None
 
 
-def _changes_since(manifest: dict, config: Config, classes: Classes) -> dict[str, str]:
+def _changes_since(manifest: dict, sections: Sections, classes: Classes) -> dict[str, str]:
     """Return {key: "key: old -> new"} of what differs from a checkpoint, {} without one."""
-    sections = manifest.get("config")
-    if not sections:
+    stored = manifest.get("config")
+    if not stored:
         return {}
     # The sections are completed as this version would have saved them: with the defaults of new keys, and
     # with the values that have moved from the deepspeed section to args.
     defaults = {"args": TrainKeys().model_dump(), "model": ModelKeys().model_dump()}
-    before = deepcopy(sections) | {k: v | sections.get(k, {}) for k, v in defaults.items()}
-    fold(before, {})
-    old, new = leaves(before), leaves(plain_sections(config))
+    before = deepcopy(stored) | {k: v | stored.get(k, {}) for k, v in defaults.items()}
+    before["args"] |= {name: value for name, (value, *_) in take_moved(before).items()}
+    old, new = leaves(before), leaves(plain_sections(sections))
     # A key that is absent and one that is null count as equal.
     keys = [key for key in {**old, **new} if old.get(key) != new.get(key)]
     changes = {key: f"{key}: {old.get(key)} -> {new.get(key)}" for key in keys}

@@ -1,119 +1,94 @@
-"""A run as its merged configuration describes it, read once."""
+"""A run as its configuration describes it: cogfast/door opens it, phases.py hands out its parts."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from copy import deepcopy
+from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, Protocol
 
-from cogfast.config.arguments import ModelArguments, TrainArguments
-from cogfast.config.components import component_of, is_none
-from cogfast.config.merged_config import Config, to_dict, to_dicts
-from cogfast.config.sat_network import transformer_arguments
 from cogfast.core.component import Component
+from cogfast.core.values import put
 from cogfast.model.config import TransformerConfig
+from cogfast.model.keys import ModelKeys
 from cogfast.model.transformer import Network, network_class
+from cogfast.train.frozen_encoders import FrozenParts
+from cogfast.train.keys import TrainKeys
 
 
+@dataclass(frozen=True, kw_only=True)
 class Run:
     """The sections of a configuration, each in its type. A component that is left out is None."""
 
-    def __init__(self, config: Config) -> None:
-        self.config = config
-        self.origins, self.allow_import = config.origins, config.allow_import
-
-    @cached_property
-    def args(self) -> TrainArguments:
-        return TrainArguments.from_config(self.config)
-
-    @cached_property
-    def model(self) -> ModelArguments:
-        return ModelArguments.from_config(self.config)
-
-    @property
-    def network_target(self) -> str:
-        """The name that the configuration has for the network's class."""
-        return self.config.model.network_config.target
-
-    @cached_property
-    def fields(self) -> dict[str, Any]:
-        """The fields of the network's TransformerConfig, also those that no network can have together."""
-        return transformer_arguments(self.config.model.network_config.params)
+    args: TrainKeys
+    model: ModelKeys
+    network_target: (
+        str  # the name that the configuration has for the network's class; "" without one
+    )
+    fields: dict[str, Any]  # of TransformerConfig, also those that no network can have together
+    denoiser: Component | None
+    loss: Component | None
+    sampler: Component | None
+    frozen: FrozenParts
+    data: Component | None  # its argument data_dir is not set
+    data_arguments: Mapping[
+        str, Any
+    ]  # under cogfast's names, also if the data set's class is left out
+    sections: Mapping[str, dict[str, Any]]  # plain values, as the run saves them
+    origins: Mapping[str, str]  # dotted key of a value -> file name, "command line" or "default"
+    unused: Mapping[str, str]  # accepted key without effect -> reason
+    allow_import: tuple[str, ...]  # packages whose classes a target may name
 
     @cached_property
     def network(self) -> Network:
-        target = self.network_target
-        kind = network_class(target, self.config.allow_import)
-        return Network(kind, TransformerConfig(**self.fields), target, self.model)
+        kind = network_class(self.network_target, self.allow_import)
+        return Network(kind, TransformerConfig(**self.fields), self.network_target, self.model)
 
     @property
-    def denoiser(self) -> Component | None:
-        return self.part("denoiser_config")
-
-    @property
-    def loss(self) -> Component | None:
-        return self.part("loss_fn_config")
-
-    @property
-    def sampler(self) -> Component | None:
-        return self.part("sampler_config")
-
-    @property
-    def first_stage(self) -> Component | None:
-        return self.part("first_stage_config")
-
-    @cached_property
-    def _text(self) -> tuple[Component | None, float]:
-        node = self.config.model.get("conditioner_config")
-        entries = [] if node is None else to_dict(node)["params"].get("emb_models") or []
-        if not entries:
-            return None, 0.0
-        entry, where = entries[0], "model.conditioner_config.params.emb_models[0]"
-        bare = {"target": entry["target"], "params": entry.get("params")}
-        found = None if is_none(bare) else component_of(bare, self.config.allow_import, where, None)
-        return found, float(entry.get("ucg_rate", 0.0))
-
-    @property
-    def text_encoder(self) -> Component | None:
-        return self._text[0]
-
-    @property
-    def text_dropout(self) -> float:
-        """The fraction of captions to drop."""
-        return self._text[1]
-
-    @cached_property
-    def data(self) -> Component | None:
-        """The data set; its argument data_dir is not set."""
-        node = self.config.data
-        return (
-            component_of(node, self.config.allow_import, "data", None) if "target" in node else None
-        )
-
-    @cached_property
-    def data_arguments(self) -> Mapping[str, Any]:
-        """The data set's arguments under cogfast's names."""
-        if self.data is None:  # its class is left out
-            return to_dict(self.config.data).get("params") or {}
-        return self.data.arguments
-
-    @cached_property
     def deepspeed(self) -> dict[str, Any]:
-        return to_dict(self.config.deepspeed)
+        return self.sections["deepspeed"]
 
     @property
-    def sections(self) -> dict[str, dict[str, Any]]:
-        """All sections as plain values."""
-        return to_dicts(self.config)
+    def tensors(self) -> Mapping[str, Any]:
+        """{name: shape} of the tensors that samples have beside the video."""
+        return self.data_arguments.get("tensors") or {}
 
     @property
     def is_masked(self) -> bool:
         """Whether the loss takes masks of the samples."""
         return self.loss is not None and self.loss.params.get("masked") is not None
 
-    def part(self, name: str) -> Component | None:
-        """Return a component of the model section."""
-        node = self.config.model.get(name)
-        if is_none(node):
-            return None
-        return component_of(node, self.config.allow_import, f"model.{name}", None)
+    def with_values(self, values: Mapping[str, Any], origin: str) -> Run:
+        """Return the run with other values of args, or of params of the first stage or the data set, by dotted key."""
+        if not values:
+            return self
+        sections, args = deepcopy(dict(self.sections)), self.args
+        frozen, data = self.frozen, self.data
+        for key, value in values.items():
+            put(sections, key, value)
+            where, _, name = key.rpartition(".")
+            if where == args.section:
+                args = args.changed(**{name: value})
+            elif frozen.first_stage is not None and where == f"{frozen.first_stage.key}.params":
+                frozen = replace(frozen, first_stage=frozen.first_stage.with_param(name, value))
+            elif data is not None and where == f"{data.key}.params":
+                data = data.with_param(name, value)
+            else:
+                raise AssertionError(f"{key}: is opened once")
+        return replace(
+            self,
+            args=args,
+            sections=sections,
+            origins={**self.origins, **dict.fromkeys(values, origin)},
+            frozen=frozen,
+            data=data,
+            data_arguments=self.data_arguments if data is None else data.arguments,
+        )
+
+
+class Opens(Protocol):
+    """What load_config returns."""
+
+    @property
+    def run(self) -> Run: ...

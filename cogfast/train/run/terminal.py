@@ -10,16 +10,16 @@ import shlex
 from collections.abc import Mapping, Sequence
 from inspect import iscode, isfunction
 from pathlib import Path
+from typing import Any
 
-from cogfast.config import Config
-from cogfast.config.load import COMMAND_KEY
 from cogfast.config.sat_classes import NETWORKS
-from cogfast.config.sat_unused import own_defaults
+from cogfast.config.sat_keys import own_defaults
 from cogfast.core.files import open_regular
 from cogfast.core.keys import find_origin, level
 from cogfast.core.values import counted
 from cogfast.extensions.sample.flags import addresses, as_words, input_words, sampled_tensors
 from cogfast.extensions.stores.mirror import name_of
+from cogfast.train.keys import TrainKeys
 from cogfast.train.run.folder import plain_sections
 from cogfast.train.run.opened import Run
 
@@ -64,75 +64,80 @@ def log_results(lines: Sequence[Mapping], samples: Path | None) -> None:
         logger.info("%s", ", ".join(parts))
 
 
-def resume_words(config: Config, folder: str) -> str:
+def resume_words(args: TrainKeys, origins: Mapping[str, str], folder: str) -> str:
     """Return the option that resumes the run in `folder`, for the command that started it."""
     # cogfast finetune sets this key by its own option, and resumes by its own, too.
-    if config.origins.get("args.run_folder") == "--output_dir":
+    if origins.get(args.key("run_folder")) == "--output_dir":
         return f"--resume_from_checkpoint {shlex.quote(folder)}"
     # Its option takes no address, and cogfast train has the key, too.
-    option = "args.resume=" if config.args.get("folder_layout") == "finetune" else "--resume "
+    option = "args.resume=" if args.folder_layout == "finetune" else "--resume "
     return option + shlex.quote(folder)
 
 
-def log_commands(
-    config: Config, folder: str, num_steps: int, is_lora: bool, shows_ema: bool
-) -> None:
+def log_commands(run: Run, folder: str, num_steps: int, is_lora: bool, shows_ema: bool) -> None:
     """Log the commands that users need after a run, a line for each.
 
     num_steps: of the run; the command that resumes names twice as many. shows_ema: the run's samples are
     made with the averaged weights.
     """
-    run, epochs = shlex.quote(folder), config.args.get("epochs")
+    args, model, network, shown_folder = (
+        run.args,
+        run.model,
+        run.network_target,
+        shlex.quote(folder),
+    )
+    epochs = args.epochs
     key, value = ("train_iters", num_steps) if epochs is None else ("epochs", epochs)
-    origin = config.origins.get(f"args.{key}", "")
+    origin = run.origins.get(args.key(key), "")
     # cogfast finetune sets both by its own options, too.
     more = f"{origin} {2 * value}" if origin.startswith("--train_") else f"args.{key}={2 * value}"
-    opened = Run(config)
-    model, network = opened.model, opened.network_target
     files = input_words(model.inputs, model.given_frames)
-    for name in sampled_tensors(network, opened.data_arguments):
+    for name in sampled_tensors(network, run.data_arguments):
         files += f" --tensor {shlex.quote(f'{name}=FILE.npy')}"
     to = "peft" if is_lora else "diffusers"
-    own = "".join(f" --allow-import {shlex.quote(name)}" for name in config.allow_import)
+    own = "".join(f" --allow-import {shlex.quote(name)}" for name in run.allow_import)
     is_own = network not in NETWORKS
     # No other format has added modules.
     more_words = " --ema" * shows_ema + " --allow-unexpected" * is_own
-    theirs = addresses(plain_sections(config), is_of_run=True)
+    theirs = addresses(plain_sections(run.sections), is_of_run=True)
     words, hint = as_words(theirs)
     commands = {
-        "to sample": f"cogfast sample {run}{own}{words} --prompt TEXT{files} --out DIR{hint}",
-        "to convert": f"cogfast convert {run} DIR --to {to}{more_words}",
-        "to train on": f"the same command with {resume_words(config, folder)} {more}",
+        "to sample": f"cogfast sample {shown_folder}{own}{words} --prompt TEXT{files} --out DIR{hint}",
+        "to convert": f"cogfast convert {shown_folder} DIR --to {to}{more_words}",
+        "to train on": f"the same command with {resume_words(args, run.origins, folder)} {more}",
     }
-    is_given = name_of(config.args.get("load") or "") in theirs.values()
+    is_given = name_of(args.load or "") in theirs.values()
     is_merged = model.trainable_modules is not None if is_lora else is_given
     if is_merged and not is_own:
-        base = shlex.quote(config.args.get("load") or "BASE")
-        more_words = f" --merge-lora {run}" + " --ema" * shows_ema
+        base = shlex.quote(args.load or "BASE")
+        more_words = f" --merge-lora {shown_folder}" + " --ema" * shows_ema
         commands["to convert"] = f"cogfast convert {base} DIR --to diffusers{more_words}"
     if is_own and model.trainable_modules is not None and not is_lora:
         del commands["to convert"]
     log_facts(commands)
 
 
-def log_unused(config: Config) -> None:
+def log_unused(
+    unused: Mapping[str, str], args: Mapping[str, Any], origins: Mapping[str, str]
+) -> None:
     """Log how many keys are accepted but not used, the defaults that are not SAT's, and where the steps
-    of a SAT run in args.load begin."""
+    of a SAT run in args.load begin. args: the section."""
     # The short names once each: SAT's files repeat some of them in several sections.
-    names = {key.rpartition("params.")[2] for key in config.unused}
+    names = {key.rpartition("params.")[2] for key in unused}
     if names:
         text = counted(len(names), "key of the configuration has", "keys of the configuration have")
         logger.info("%s no effect (--dry-run lists them with the reasons)", text)
-    for key, why in config.unused.items():
-        if key == COMMAND_KEY or level(find_origin(config.origins, key)) > 0:  # of the command line
-            logger.warning("%s: %s", key, why if key == COMMAND_KEY else f"no effect, {why}")
-    if own := own_defaults(config):
+    command = TrainKeys.key("eval_command")
+    for key, why in unused.items():
+        if key == command or level(find_origin(origins, key)) > 0:  # of the command line
+            logger.warning("%s: %s", key, why if key == command else f"no effect, {why}")
+    if own := own_defaults(args, origins):
         logger.info("no file sets %s", ", ".join(own))
     # Only rank 0 comes here, so that nothing may be raised.
     iteration = b""
-    with contextlib.suppress(OSError), open_regular(f"{config.args.load}/latest") as file:
+    with contextlib.suppress(OSError), open_regular(f"{args['load']}/latest") as file:
         iteration = file.read(20).strip()
-    if config.args.mode == "pretrain" and iteration.isdigit() and int(iteration) > 1:
+    if args["mode"] == "pretrain" and iteration.isdigit() and int(iteration) > 1:
         text = "args.load=%s is SAT's iteration %d, from which SAT's mode: pretrain continues to count: "
         text += "this run starts at step 0 and trains all of its steps"
-        logger.info(text, config.args.load, int(iteration))
+        logger.info(text, args["load"], int(iteration))

@@ -14,7 +14,7 @@ from omegaconf import OmegaConf
 from cogfast.__main__ import main
 from tests.cli.hostile.damage import DEEP, ODD, odd_json
 from tests.cli.hostile.forked_case import Outcome, faults, preload, run_case
-from tests.config.test_yaml_files import LAUGHS
+from tests.door.test_yaml_files import LAUGHS
 from tests.finetune.test_args import SHELL
 from tests.support.pipelines import Pipelines
 from tests.support.tiny_run import ROOT, write_clips, write_config

@@ -10,7 +10,6 @@ import pytest
 import torch
 from PIL import Image
 
-from cogfast.config.arguments import TrainArguments
 from cogfast.data.bad_samples import BadSample
 from cogfast.data.batches import BatchLoader
 from cogfast.data.buckets import survey
@@ -20,6 +19,7 @@ from cogfast.data.sources.headers import read_headers
 from cogfast.distributed.process_groups import ProcessGroups
 from cogfast.extensions.stores import store
 from cogfast.train.assembly import Datasets
+from cogfast.train.keys import TrainKeys
 from cogfast.train.preflight.header_scan import survey_datasets
 from tests.extensions.tar.test_tar_shards import _tar
 from tests.support.refusals import assert_refused
@@ -136,7 +136,7 @@ def test_a_local_cache_that_is_too_small_is_refused_at_the_start(bucket, monkeyp
     match = "^[^ ]*/cache: the local cache is too small: .* set args.local_cache=FOLDER:SIZE "
     for found in (Datasets(data, None), Datasets(data.part([0]), data)):
         with pytest.raises(store.StoreError, match=match):
-            survey_datasets(found, TrainArguments(), ALONE, 1)
+            survey_datasets(found, TrainKeys(), ALONE, 1)
     assert_refused(lambda: data[0], "too small", BadSample)
 
 

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from cogfast.config import Config
-from cogfast.config.arguments import TrainArguments
 from cogfast.core.slot_random import SlotRandom
 from cogfast.data.video.clip import ClipSettings
 from cogfast.distributed.process_groups import start_processes
@@ -28,7 +27,6 @@ from cogfast.model.weights.checkpoint_manifest import read_manifest
 from cogfast.train.assembly import Datasets
 from cogfast.train.encode import Encoder
 from cogfast.train.frozen_encoders import NO_OVERRIDES
-from cogfast.train.run import opened
 from cogfast.train.trainer import Trainer
 from tests.support.refusals import assert_refused
 from tests.support.runs import Run, datasets_of
@@ -77,7 +75,7 @@ def few_clips(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_existing_caches_stay_valid(run: Run) -> None:
     """Another entry of a spec would make all entries of users useless."""
     config = run.config()
-    made = opened.Run(config)
+    made = config.run
     described = made.sections, (), made.args, made.model
     settings = ClipSettings(video_size=(32, 48), fps=8.0, max_num_frames=9)
     for given in (settings, replace(settings, trust_index=True, keep_decoded_mib=9)):
@@ -132,7 +130,7 @@ def test_training_from_the_cache_is_training_from_pixels(
             "data.target=cogfast.data.datasets.VideoManifest",
         )
     cached = run.cached_in(tmp_path / "latents")
-    cache_latents(cached.config())
+    cache_latents(cached.config().run)
     trained = {
         "pixels": run.into(tmp_path / "pixels").train(),
         "cache": cached.into(tmp_path / "cache").train(),
@@ -158,9 +156,9 @@ def test_training_from_the_cache_is_training_from_pixels(
 
 def cached_of(config: Config) -> Datasets:
     """The data sets of a run, read from the cache if it has one."""
-    args = TrainArguments.from_config(config)
+    args = config.run.args
     videos = datasets_of(config, args)
-    made = opened.Run(config)
+    made = config.run
     about = made.sections, made.allow_import, args, made.model
     return read_from_cache(videos, *about, start_processes(), NO_OVERRIDES)
 
@@ -191,7 +189,7 @@ def test_clips_are_encoded_in_the_way_that_fits_and_the_cache_remembers_it(
     ways = {"frames": (one - 1, "8 frames at a time"), "whole": (four - 1, "whole, one by one")}
     limits = {n: f"args.vae_memory_gib={num_bytes / 2**30!r}" for n, (num_bytes, _) in ways.items()}
     for name, (_, way) in ways.items():
-        cache_latents(run.cached_in(tmp_path / name).config(limits[name]))
+        cache_latents(run.cached_in(tmp_path / name).config(limits[name]).run)
         assert f"clips of 17x32x32 are encoded {way}" in log.text
         (file,) = (tmp_path / name).glob("video-*/spec.json")
         assert json.loads(file.read_text())["encode_chunks"] == name
@@ -210,16 +208,16 @@ def test_clips_are_encoded_in_the_way_that_fits_and_the_cache_remembers_it(
 
     # All entries are there: nothing is loaded, whatever fits now.
     with patch.object(cache_module, "assemble_encoder", side_effect=AssertionError):
-        cache_latents(cached.config())
+        cache_latents(cached.config().run)
     # Missing ones are encoded as the others were.
     (tmp_path / "frames" / videos_in(tmp_path / "frames")[-1]).unlink()
-    cache_latents(cached.config())
+    cache_latents(cached.config().run)
     assert contents(tmp_path / "frames") == before
     # A way that no longer fits is kept all the same, unless another one is asked for.
     (tmp_path / "whole" / videos_in(tmp_path / "whole")[-1]).unlink()
     small = run.cached_in(tmp_path / "whole").config(limits["frames"])
     line = "encode_chunks=whole to try it, or =frames to encode all clips again"
-    assert_refused(lambda: cache_latents(small), line)
+    assert_refused(lambda: cache_latents(small.run), line)
     assert read_manifest(cache.checkpoint)["encode_way"] == ("frames", True)
     tiles = cached.config("model.first_stage_config.params.encode_chunks=tiles")
     line = "cache made by encode_chunks frames, the config has tiles"
@@ -249,7 +247,7 @@ def test_encoding_first_trains_as_from_a_cache_that_was_there(
     run, asked = few.with_args(train_iters=2), "args.encode_first=true"
     before = run.cached_in(tmp_path / "before").into(tmp_path / "two commands")
     first = run.cached_in(tmp_path / "first").into(tmp_path / "one command").with_words(asked)
-    cache_latents(before.config())
+    cache_latents(before.config().run)
     expected = before.train().weights()
 
     def interrupt(*args: object) -> None:
@@ -291,7 +289,7 @@ def test_a_folder_that_cannot_be_created_is_refused_before_clips_are_encoded(
 def test_ranks_that_share_samples_encode_first(few: Run, tmp_path: Path) -> None:
     """Each encodes clips of its own, though they train on the same ones."""
     run = few.with_args(train_iters=1)
-    cache_latents(run.cached_in(tmp_path / "before").config())
+    cache_latents(run.cached_in(tmp_path / "before").config().run)
     words = ["args.encode_first=true", "args.context_parallel_size=2"]
     run.cached_in(tmp_path / "first").launch(2, *words)
     assert contents(tmp_path / "first") == contents(tmp_path / "before")
@@ -306,7 +304,7 @@ def test_noised_images_of_the_cache_are_the_encoders(run: Run, tmp_path: Path) -
     run = run.with_args(train_iters=3, split="4,1,0", eval_interval=3, eval_num_samples=0)
     cached = run.cached_in(tmp_path / "cache").with_words("model.noised_image_dropout=0")
     config = cached.config("args.cached_noised_images=3")
-    cache_latents(config)
+    cache_latents(config.run)
     with patch.object(VideoAutoencoder, "__init__", side_effect=AssertionError):
         trainer = Recorder(config)
         trainer.train()
@@ -343,7 +341,7 @@ def test_noised_images_of_the_cache_are_the_encoders(run: Run, tmp_path: Path) -
         "args.cached_noised_images 3, the config has none: 0 of 10 usable; run `cogfast cache`"
     )
     assert_refused(lambda: cached_of(plain), line)
-    cache_latents(plain)
+    cache_latents(plain.run)
     assert before.items() <= contents(tmp_path / "cache").items()
     for both in (config, plain):
         cached_of(both)
@@ -355,7 +353,7 @@ def test_only_changed_clips_are_encoded_again(
     clips, cache = tmp_path / "clips", tmp_path / "cache"
     shutil.copytree(data, clips)
     config = Run(clips, tmp_path).with_vae().cached_in(cache).config()
-    cache_latents(config)
+    cache_latents(config.run)
     before = contents(cache)
     shutil.copy(clips / "videos" / "1.mp4", clips / "videos" / "0.mp4")  # both are the same now
     shutil.copy(data / "videos" / "2.mp4", clips / "videos" / "other.mp4")
@@ -366,7 +364,7 @@ def test_only_changed_clips_are_encoded_again(
     line = "videos changed or moved since caching: 7 of 11 usable; run `cog"
     assert_refused(lambda: Trainer(config), line)
     log.clear()
-    cache_latents(config)
+    cache_latents(config.run)
     # 0 and 1 are the same now, and so are 2's caption and that of the copy of the old 2.
     assert f"{cache}: encoding 1 of 10 clips and 1 of 10 captions" in log.text
     assert f"{cache}: 11 samples, 0 bad" in log.text
@@ -375,7 +373,7 @@ def test_only_changed_clips_are_encoded_again(
     # If nothing is missing, no frozen part is built.
     config.model.first_stage_config.params.use_slicing = True  # changes no number
     with patch.object(cache_module, "assemble_encoder", side_effect=AssertionError):
-        cache_latents(config)
+        cache_latents(config.run)
     assert contents(cache) == after
 
 
@@ -393,7 +391,7 @@ def test_weights_are_hashed_once(data: Path, tmp_path: Path, monkeypatch) -> Non
 
 def test_another_vae_or_text_encoder_is_refused_with_counts(run: Run, tmp_path: Path) -> None:
     cached = run.cached_in(tmp_path / "cache")
-    cache_latents(cached.config())
+    cache_latents(cached.config().run)
     seed = "model.conditioner_config.params.emb_models[0].params.seed=1"
     others = {
         "VAE": cached.with_vae(),
@@ -427,13 +425,13 @@ def test_bad_samples_are_listed_and_passed_over(data: Path, tmp_path: Path) -> N
         return moments
 
     with patch.object(Encoder, "encode_moments", spoil):
-        cache_latents(config)
+        cache_latents(config.run)
     bad = sorted(cache.rglob("*.bad"))
     reasons = sorted(path.read_text() for path in bad)
     assert reasons[0].startswith("its latents are not finite") and len(reasons) == 3
     assert reasons[2].startswith("not a readable video")
     before = contents(cache)
-    cache_latents(config)
+    cache_latents(config.run)
     assert contents(cache) == before
     trainer = Recorder(config)
     trainer.train()
@@ -445,27 +443,27 @@ def test_bad_samples_are_listed_and_passed_over(data: Path, tmp_path: Path) -> N
         assert len(Recorder(config).datasets.train) == NUM_CLIPS
     # One that is deleted is tried again, and is still bad.
     next(path for path in bad if "readable" in path.read_text()).unlink()
-    cache_latents(config)
+    cache_latents(config.run)
     assert contents(cache) == before
     config.args.max_bad_fraction = 0.2
     line = "3/10 videos unreadable (>20%), args.max_bad_fraction"
-    assert_refused(lambda: cache_latents(config), line)
+    assert_refused(lambda: cache_latents(config.run), line)
 
 
 def test_a_real_full_disk_costs_no_entry(run: Run, tmp_path: Path, file_limit) -> None:
     """The disk fills at the captions and at the clips; what is written stays."""
     cache, straight = tmp_path / "cache", tmp_path / "straight"
     config = run.cached_in(cache).config()
-    cache_latents(run.cached_in(straight).config())
+    cache_latents(run.cached_in(straight).config().run)
     cache.mkdir()
     shutil.copy(straight / "sources.jsonl", cache)  # larger than an entry of this model
     for limit, kind, number in ((600, "text", 0), (1_400, "video", NUM_CLIPS)):
         expected = rf"^args.latent_cache: .*/{kind}-\S* cannot be written \(File too large\); what "
         with file_limit(limit), pytest.raises(RuntimeError, match=expected):
-            cache_latents(config)
+            cache_latents(config.run)
         assert len(contents(cache)) == number
         assert not list(cache.rglob("*.incomplete"))
-    cache_latents(config)
+    cache_latents(config.run)
     assert contents(cache) == contents(straight)
     base = run.base
     done = launch(run.cached_in(base).command(name="cache"))

@@ -34,8 +34,8 @@ def test_a_cache_in_a_store_is_that_of_a_folder(
     url = f"{server.url}/runs/cache"
     run = Run(write_clips(tmp_path / "data", 4), tmp_path).with_args(train_iters=2)
     stored = run.cached_in(url)
-    cache_latents(run.cached_in(tmp_path / "cache").config())
-    cache_latents(stored.config(), price=7200.0)
+    cache_latents(run.cached_in(tmp_path / "cache").config().run)
+    cache_latents(stored.config().run, price=7200.0)
     assert "GPU hours ($" in log.text and f"{url}: 4 samples, 0 bad" in log.text
     assert objects(url) == contents(tmp_path / "cache") and len(objects(url)) == 8
 
@@ -55,7 +55,7 @@ def test_a_cache_in_a_store_is_that_of_a_folder(
     store.remove([f"{url}/{next(one for one in objects(url) if one.startswith('video'))}"])
     config = stored.config()
     assert_refused(stored.trainer, f"args.latent_cache={url}: <...>3 of 4 usable")
-    cache_latents(config)
+    cache_latents(config.run)
     assert f"{url}: encoding 1 of 4 clips and 0 of 4 captions" in log.text
     assert objects(url) == contents(tmp_path / "cache")
 
@@ -63,16 +63,16 @@ def test_a_cache_in_a_store_is_that_of_a_folder(
     server.faults = [Fault(403)]
     line = "^args.latent_cache: s3:<...>access denied<...>check the credentials"
     assert_refused(stored.trainer, line)
-    assert_refused(lambda: cache_latents(config), line, RuntimeError)
+    assert_refused(lambda: cache_latents(config.run), line, RuntimeError)
     server.faults = [Fault(503, method="PUT", path="video-.*/.*safetensors")]
     other = run.cached_in(f"{server.url}/runs/other").config()
     line = "^args.latent_cache: s3:<...>asks for fewer requests<...>is kept: <...>continues"
-    assert_refused(lambda: cache_latents(other), line, RuntimeError)
+    assert_refused(lambda: cache_latents(other.run), line, RuntimeError)
     left = objects(f"{server.url}/runs/other")
     assert left.items() < objects(url).items() and len(left) == 4
     nowhere = run.cached_in("s3://no-such-bucket/cache").config()
     line = "no-such-bucket/<...>no such bucket; create it"
-    assert_refused(lambda: cache_latents(nowhere), line, RuntimeError)
+    assert_refused(lambda: cache_latents(nowhere.run), line, RuntimeError)
 
 
 def test_a_video_that_its_store_does_not_give_is_read_later(
@@ -87,19 +87,19 @@ def test_a_video_that_its_store_does_not_give_is_read_later(
     config = run.config()
     server.faults, server.requests = [Fault(403, method="PUT", path="/cache")], []
     line = f"^args.latent_cache: {url}/cache: cannot be written: access denied <...>; run `cogfast cache` again$"
-    assert_refused(lambda: cache_latents(config), line, RuntimeError)
+    assert_refused(lambda: cache_latents(config.run), line, RuntimeError)
     assert not any(path.endswith(".mp4") for _, path in server.requests), "it has read no video"
     # This run has no copies of the videos, which the other one made for their hashes.
     server.faults = [Fault(503, method="PUT", path="video-.*/.*safetensors")]
     line = "^args.latent_cache: <...>continues from there"
-    assert_refused(lambda: cache_latents(config), line, RuntimeError)
+    assert_refused(lambda: cache_latents(config.run), line, RuntimeError)
     monkeypatch.setenv(store.CACHE_VARIABLE, str(tmp_path / "other"))
     server.faults = [Fault(503, method="GET", path=".*videos/1.mp4")]
     line = f"^{url}/videos/1.mp4: <...>asks for fewer requests<...>; <...>run `cogfast cache`"
-    assert_refused(lambda: cache_latents(config), line, RuntimeError)
+    assert_refused(lambda: cache_latents(config.run), line, RuntimeError)
     # The time of the network is not that of the decoder.
     server.faults = [Fault("slow", method="GET", path=".*videos/1.mp4", seconds=1.5)]
-    cache_latents(run.config("args.decode_timeout=1"))
+    cache_latents(run.config("args.decode_timeout=1").run)
     names = [*objects(f"{url}/cache")]
     assert len(names) == 4 and not any(name.endswith(".bad") for name in names)
 

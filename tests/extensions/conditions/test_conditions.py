@@ -12,7 +12,6 @@ from diffusers.models.embeddings import get_3d_rotary_pos_embed
 from PIL import Image
 from torch import Tensor
 
-from cogfast.config.arguments import TrainArguments
 from cogfast.core.slot_random import SlotRandom
 from cogfast.data.bad_samples import BadSample
 from cogfast.data.buckets import in_buckets, survey
@@ -248,12 +247,11 @@ def test_new_channels_begin_as_the_model_that_has_none(family: str, pipelines: P
 
 @refusals(Path(__file__).with_name("refusals.txt"))
 def test_conditions_that_do_not_fit_the_network_are_refused(run: Run, refusal: Refusal) -> None:
-    from cogfast.config.arguments import ModelArguments
     from cogfast.extensions.conditions.check import check_conditions
 
     config = run.of_files(*FILES[:1]).config(*refusal.words)
     network = {"in_channels": 32, "out_channels": 16}
-    given = ModelArguments.from_config(config)
+    given = config.run.model
     assert_refused(lambda: check_conditions(given, network), refusal.line)
 
 
@@ -264,9 +262,9 @@ def test_a_model_without_control_reads_none(
     words += [f"data.params.{key}={value}" for key, value in CLIP.items()] + ["args.split='1'"]
     run = run.of_files(*FILES).with_words(*words)
     plain, taking = run.config(), run.config("model.conditions=[control]")
-    found = datasets_of(plain, TrainArguments.from_config(plain)).train
+    found = datasets_of(plain, plain.run.args).train
     assert "control" not in found[0] and "control videos are not read" in log.text
-    args = TrainArguments.from_config(taking)
+    args = taking.run.args
     found = datasets_of(taking, args).train
     assert isinstance(found, CaptionedVideos) and "control" in found[0]
     (folder / "controls.txt").unlink()

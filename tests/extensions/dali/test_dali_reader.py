@@ -311,11 +311,11 @@ def test_a_cache_is_made_by_dali(tmp_path):
         ("again", "dali", ["args.num_workers=4"]),
         ("pyav", "pyav", []),
     ):
-        cache_latents(reading(backend, cache).config(*more))
+        cache_latents(reading(backend, cache).config(*more).run)
         if cache == "again":
             lost = sorted((tmp_path / cache).glob("video*/*/*.safetensors"))[0]
             lost.unlink()
-            cache_latents(reading("dali", cache).config())
+            cache_latents(reading("dali", cache).config().run)
             assert contents(tmp_path / "dali") == contents(tmp_path / "again")
     assert contents(tmp_path / "dali") != contents(tmp_path / "pyav")
     cached = reading("pyav", "dali").by(Recorder).train().last

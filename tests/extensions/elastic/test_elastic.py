@@ -12,12 +12,14 @@ from typing import Any
 import pytest
 
 from cogfast.__main__ import _line
+from cogfast.core.keys import with_origins
 from cogfast.core.run_lock import RunLock
+from cogfast.door.merged_config import Config
 from cogfast.extensions.elastic.elastic import Plan, divide, follow_world, plan_world
 from cogfast.model.weights.checkpoint_manifest import read_manifest, write_manifest
 from cogfast.train.checkpoint.write import CheckpointWriter
+from cogfast.train.phases import Parts
 from cogfast.train.run import parts
-from cogfast.train.run.parts import Parts
 from tests.support.refusals import assert_refused
 from tests.support.runs import Run
 from tests.train.checkpoint.test_damaged import flip_bit
@@ -41,6 +43,15 @@ def run(run: Run) -> Run:
     return run.with_args(train_iters=1)
 
 
+def planned(config: Config, num_ranks: int) -> Plan:
+    return plan_world(config.run.args, config.run.deepspeed, num_ranks)
+
+
+def followed(config: Config) -> tuple:
+    with with_origins(config.origins):
+        return follow_world(config.run.args, config.run.deepspeed, config.origins)
+
+
 @pytest.fixture
 def pairs(run: Run) -> Run:
     """A run of 2 samples on each rank."""
@@ -48,15 +59,15 @@ def pairs(run: Run) -> Run:
 
 
 def test_a_first_start_has_the_batch_of_the_configuration(pairs: Run) -> None:
-    assert plan_world(pairs.config("args.elastic=shrink"), 2) == Plan("auto", "", 2, 2, 1)
+    assert planned(pairs.config("args.elastic=shrink"), 2) == Plan("auto", "", 2, 2, 1)
     fours = pairs.with_words("deepspeed.train_batch_size=4")
-    plan = plan_world(fours.config("args.elastic=shrink"), 3)
+    plan = planned(fours.config("args.elastic=shrink"), 3)
     assert (plan.num_ranks, plan.batch_size, plan.accumulation) == (2, 2, 1)
     assert plan.text.endswith("; 1 rank idles") and "before" not in plan.text
     waits = "args.elastic=wait"
-    plan = plan_world(fours.config(waits), 3)
+    plan = planned(fours.config(waits), 3)
     assert plan.num_ranks == 0 and "waiting until 3 can train" in plan.text
-    plan = plan_world(pairs.config(waits, "args.model_parallel_size=2", "args.batch_size=2"), 1)
+    plan = planned(pairs.config(waits, "args.model_parallel_size=2", "args.batch_size=2"), 1)
     line = "1 rank is here, 0 of which divide the global batch 2; waiting until 2 can train"
     assert line in plan.text
 
@@ -72,27 +83,27 @@ def test_a_resumed_run_keeps_its_batch_and_its_folder_is_its_own(
         "(before: dp 1 x batch 4 x accumulation 1), since args.batch_size=2 does not divide 1; 1 rank "
         "idles"
     )
-    assert plan_world(shrinks.config(), 5) == Plan("auto", text, 4, 1, 1)
+    assert planned(shrinks.config(), 5) == Plan("auto", text, 4, 1, 1)
     two = shrinks.config("args.model_parallel_size=2", "args.batch_size=2")
-    plan = plan_world(two, 3)
+    plan = planned(two, 3)
     assert (plan.num_ranks, plan.batch_size, plan.accumulation) == (2, 2, 2)
     assert "(before: dp 1 x batch 4 x accumulation 1)" in plan.text  # it had model_parallel_size=1
     line = "shrink: 1 rank is left, but 2 share a model <...> raise MIN"
-    assert_refused(lambda: plan_world(two, 1), line)
+    assert_refused(lambda: planned(two, 1), line)
     # A checkpoint of a version without a key
     manifest = read_manifest(checkpoint := folder / "checkpoints/00000001")
     del manifest["config"]["args"]["context_parallel_size"], manifest["checksum"]
     write_manifest(checkpoint, manifest)
-    assert plan_world(two, 3) == plan
+    assert planned(two, 3) == plan
     waiting = pairs.config("args.elastic=wait", "args.model_parallel_size=2")
-    assert plan_world(waiting, 1).num_ranks == 0
+    assert planned(waiting, 1).num_ranks == 0
     named = shrinks.config(f"args.resume={checkpoint}")
-    assert_refused(lambda: plan_world(named, 4), "each restart would return to it")
-    assert plan_world(shrinks.config(f"args.resume={folder}"), 4).resume == str(folder)
+    assert_refused(lambda: planned(named, 4), "each restart would return to it")
+    assert planned(shrinks.config(f"args.resume={folder}"), 4).resume == str(folder)
     # A run in a store begins from this one, and its own checkpoints count from then on.
     stored = [f"args.run_folder=file://{tmp_path}/stored", f"args.resume={folder}"]
     for resume in (str(folder), "auto"):
-        plan = plan_world(shrinks.config(*stored), 4)
+        plan = planned(shrinks.config(*stored), 4)
         assert (plan.resume, plan.num_ranks, plan.batch_size) == (resume, 4, 1)
         shutil.copytree(folder, tmp_path / "stored", dirs_exist_ok=True)
 
@@ -117,13 +128,12 @@ def test_the_check_keeps_the_lock(tmp_path: Path) -> None:
 def test_it_needs_a_torchrun_that_restarts(pairs: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     config = pairs.config("args.elastic=wait")
     line = "command line: args.elastic=wait needs torchrun, with"
-    assert_refused(lambda: follow_world(config), line)
+    assert_refused(lambda: followed(config), line)
     monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "3")
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
     line = "set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 for torchrun"
-    assert_refused(lambda: follow_world(config), line)
-    off = pairs.config()
-    assert follow_world(off) == (off, None)
+    assert_refused(lambda: followed(config), line)
+    assert followed(pairs.config()) == ({}, None)
 
 
 def test_lines_after_a_lost_rank_name_the_last_checkpoint_and_no_source_of_gloo(
@@ -163,14 +173,14 @@ def test_a_restart_continues_from_the_last_good_checkpoint(
     """For a person the error names it; a run that has lost a machine restarts without one."""
     folder = run.train("args.save_interval=2", steps=4).path / "checkpoints"
     DAMAGES[what](folder)
-    monkeypatch.setattr(parts, "follow_world", lambda config: (config, None))
+    monkeypatch.setattr(parts, "follow_world", lambda *_: ({}, None))
     shrinks = "args.elastic=shrink", "args.resume=auto", "args.train_iters=5"
     line = f"the last good one is that of step {{}}: give {folder}"
     if what == "tensors":  # which are read when the run is built
-        assert plan_world(run.config(*shrinks), 4).num_ranks == 4
+        assert planned(run.config(*shrinks), 4).num_ranks == 4
         assert "the last good one" not in log.text
         assert_refused(lambda: run.trainer(*shrinks), line.format(2))
-    assert plan_world(run.config(*shrinks), 4).num_ranks == 4
+    assert planned(run.config(*shrinks), 4).num_ranks == 4
     step = 4 if what in ("latest", "no step") else 2
     assert line.format(step) in log.text and "; args.elastic continues from it" in log.text
     assert (folder / "latest").read_text() == f"{step:08d}"
@@ -178,4 +188,4 @@ def test_a_restart_continues_from_the_last_good_checkpoint(
     # It is one of another run, or named by its path: its `latest` stays.
     (folder / "latest").write_text("00000009")
     named = f"args.resume={folder}/00000009", f"args.run_folder={run.folder}/new"
-    assert_refused(lambda: plan_world(run.config(*shrinks, *named), 4), "no such folder")
+    assert_refused(lambda: planned(run.config(*shrinks, *named), 4), "no such folder")

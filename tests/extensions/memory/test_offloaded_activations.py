@@ -11,14 +11,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from cogfast.config.arguments import TrainArguments
 from cogfast.extensions.memory import offloaded_activations
 from cogfast.extensions.memory.offloaded_activations import NUM_RESIDENT, OffloadedActivations
 from cogfast.extensions.plan.memory import choose_policies, host_parts, setup_of, training_phase
 from cogfast.model.lora import is_lora_parameter
 from cogfast.model.transformer import DiffusionTransformer
 from cogfast.train.activation_checkpointing import Policy, apply_policies
-from cogfast.train.run import opened
 from tests.support.runs import Run
 from tests.support.tiny_run import assert_same
 from tests.support.tiny_transformers import inputs, tiny
@@ -172,9 +170,9 @@ def test_runs_have_the_same_losses(run: Run, tmp_path: Path) -> None:
 
 def test_the_plan_has_two_blocks_on_the_device_and_the_others_on_the_host(run: Run) -> None:
     config = run.config(DEEP, policy("full"))
-    args = TrainArguments.from_config(config)
+    args = config.run.args
     # Activations are the largest part.
-    plain = replace(setup_of(opened.Run(config), args, 1), batch_size=10**4)
+    plain = replace(setup_of(config.run, args, 1), batch_size=10**4)
     setup = replace(plain, offloads=True)
     for name in POLICIES:
         kept, policies = setup.block(1, name).kept, [name] * LAYERS

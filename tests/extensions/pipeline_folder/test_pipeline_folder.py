@@ -6,6 +6,7 @@ import json
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
@@ -54,7 +55,8 @@ def write_pipeline(folder: Path, vae: dict = VAE, scheduler: dict = SCHEDULER) -
 def filled(run: Run) -> Callable[..., Config]:
     def fill(folder: Path, *words: str, model: str = "cogvideox_5b") -> Config:
         files = [ROOT / "configs" / f"{name}.yaml" for name in (model, "sft")]
-        return fill_from_pipeline(run.of_files(*files).config(f"args.load={folder}", *words))
+        config = run.of_files(*files).config(f"args.load={folder}", *words)
+        return config.filled(fill_from_pipeline)
 
     return fill
 
@@ -96,7 +98,7 @@ def test_settings_of_the_autoencoder_stay_when_its_weights_come_from_the_pipelin
         "params": {"path": str(folder / "vae"), "encode_chunks": "frames"},
     }
     assert config.origins[f"{STAGE}.params.encode_chunks"] == "command line"
-    again = fill_from_pipeline(config)
+    again = config.filled(fill_from_pipeline)
     assert (again.model, again.origins) == (config.model, config.origins)
 
 
@@ -160,7 +162,7 @@ def tiny(shared_run: Run) -> Run:
 def test_the_network_is_compared_with_the_pipeline_before_weights_load(
     tiny: Run, tmp_path: Path
 ) -> None:
-    check_train(tiny.config())
+    check_train(tiny.config().run)
     params = "model.network_config.params"
     cases = {
         f"{params}.num_layers=3": "the checkpoint has 2 blocks of width 32, the config num_lay",
@@ -171,9 +173,9 @@ def test_the_network_is_compared_with_the_pipeline_before_weights_load(
     }
     for words, text in cases.items():
         wrong, line = tiny.with_words(*words.split("|")), f"command line: {tiny.words[0]}: {text}"
-        assert_refused(lambda wrong=wrong: check_train(wrong.config()), line)
+        assert_refused(lambda wrong=wrong: check_train(wrong.config().run), line)
         cached = wrong.cached_in(tmp_path).config()
-        assert_refused(lambda cached=cached: check_cache(cached), line)
+        assert_refused(lambda cached=cached: check_cache(cached.run), line)
 
 
 # --- a model of the hub: from the local cache, or by download from a stand-in of the hub ---
@@ -227,7 +229,7 @@ def test_a_model_in_the_cache_becomes_its_folder(
     run: Run, cache: Path, tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
     folder = write_snapshot(cache, NEEDED)
-    config = fill_from_pipeline(run.of_files().config(f"args.load={NAME}"))
+    config = run.of_files().config(f"args.load={NAME}").filled(fill_from_pipeline)
     assert config.args.load == str(folder)
     assert config.origins["args.load"] == f"hub model {NAME}"
     assert config.model.first_stage_config.params.path == str(folder / "vae")
@@ -359,5 +361,5 @@ def test_a_model_that_cannot_be_downloaded(
         )
         with pytest.raises(ValueError, match=rf"{text}, or run hf download {name} on a machine"):
             config = run.of_files().config(f"args.load={name}")
-            fill_from_pipeline(config, is_of_run=True)
+            config.filled(partial(fill_from_pipeline, is_of_run=True))
         use_hub(monkeypatch, 9)  # where nothing answers

@@ -1,6 +1,7 @@
 """args.fit=auto and activation checkpointing `auto`: runs fit, at little cost, and train the same."""
 
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,12 +12,11 @@ import torch
 
 from bench.steps.step_models import CONFIG_2B, CONFIG_5B
 from cogfast.__main__ import main
-from cogfast.config.arguments import TrainArguments
 from cogfast.core.live_bytes import LiveBytes
 from cogfast.extensions.plan import ladder, out_of_memory
 from cogfast.extensions.plan.encoders import Encoders
 from cogfast.extensions.plan.gpus import parse_gpu
-from cogfast.extensions.plan.ladder import Fitted, apply_checkpointing, climb
+from cogfast.extensions.plan.ladder import Fitted, apply_checkpointing, changed_setup, climb
 from cogfast.extensions.plan.memory import (
     GIB,
     MARGIN,
@@ -33,7 +33,7 @@ from cogfast.extensions.plan.trace import Traces, scratch
 from cogfast.extensions.plan.zero import ZeroRules, num_trained
 from cogfast.model.transformer import assemble_transformer
 from cogfast.train.activation_checkpointing import LADDER, Policy, apply_policies
-from cogfast.train.run import opened
+from cogfast.train.run import opened as opened_run
 from cogfast.train.video_size import LatentSize
 from tests.support.refusals import assert_refused
 from tests.support.runs import Run, run_of
@@ -47,14 +47,17 @@ NONE = "args.activation_checkpointing=none"
 BATCH = "args.batch_size=4"
 
 
+def opened(*words: str, lora: bool) -> opened_run.Run:
+    files = FILES if lora else [FILES[0], FILES[2]]
+    return run_of(*files).config("args.train_data=[clips]", "args.fit=auto", *words).run
+
+
 def fitted(
     gib: float, *words: str, lora: bool = True, ranks: int = 1, gpus: bool = False
 ) -> Fitted:
-    files = FILES if lora else [FILES[0], FILES[2]]
-    config = run_of(*files).config("args.train_data=[clips]", "args.fit=auto", *words)
-    args = TrainArguments.from_config(config)
-    plan = plan_memory(setup_of(opened.Run(config), args, ranks), int(gib * GIB))
-    return climb(opened.Run(config), args, plan, has_gpus=gpus)
+    run = opened(*words, lora=lora)
+    plan = plan_memory(setup_of(run, run.args, ranks), int(gib * GIB))
+    return climb(run.args, plan, partial(changed_setup, run), has_gpus=gpus)
 
 
 def test_a_run_that_fits_is_not_changed() -> None:
@@ -69,7 +72,8 @@ def test_the_changed_configuration_takes_what_was_planned(lora: bool) -> None:
     for gib in (60, 40, 24, 12) if lora else (141, 100):
         found = fitted(gib, CACHED, BATCH, NONE, lora=lora)
         assert found.plan.fits and found.changes, gib
-        again = plan_memory(setup_of(found.run, found.args, 1), found.plan.card)
+        changed = opened(CACHED, BATCH, NONE, lora=lora).with_values(found.values, "test")
+        again = plan_memory(setup_of(changed, found.args, 1), found.plan.card)
         assert again.peak == found.plan.peak <= usable(int(gib * GIB))
         assert found.args.batch_size * found.args.gradient_accumulation_steps == 4
         seen.append(found)
@@ -84,9 +88,7 @@ def test_no_change_is_made_in_vain() -> None:
     for change in found.changes:
         others = [word for each in found.changes if each != change for word in each.split()]
         config = STOCK.config("args.train_data=[clips]", *words[:1], NONE, BATCH, *others)
-        plan = plan_memory(
-            setup_of(opened.Run(config), TrainArguments.from_config(config), 1), found.plan.card
-        )
+        plan = plan_memory(setup_of(config.run, config.run.args, 1), found.plan.card)
         assert not plan.fits, change
 
 
@@ -137,11 +139,9 @@ def test_a_run_makes_the_changes_and_trains_as_before(
     run = run.with_args(train_iters=2)
     expected = run.into(tmp_path / "plain").train().losses
     plain = run.config()
-    args = TrainArguments.from_config(plain)
+    args = plain.run.args
     # A little less than the run may use.
-    card = int(
-        (plan_memory(setup_of(opened.Run(plain), args, 1), None).peak - 2**12) / (1 - MARGIN)
-    )
+    card = int((plan_memory(setup_of(plain.run, args, 1), None).peak - 2**12) / (1 - MARGIN))
     monkeypatch.setattr(ladder, "free_memory", lambda device: (card, card))
     fitted = run.into(tmp_path / "fitted").train("args.fit=auto")
     assert fitted.losses == pytest.approx(expected, rel=1e-5)
@@ -149,7 +149,7 @@ def test_a_run_makes_the_changes_and_trains_as_before(
     assert len(lines) >= 2 and lines[-1].startswith("args.fit=auto: fits: ")
     # The run's folder has the changes, so that a resumed run begins with them.
     saved = run_of(fitted.path / "training_config.yaml").config()
-    assert plan_memory(setup_of(opened.Run(saved), TrainArguments.from_config(saved), 1), card).fits
+    assert plan_memory(setup_of(saved.run, saved.run.args, 1), card).fits
 
 
 def test_a_run_that_cannot_fit_ends_in_one_line(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -161,12 +161,12 @@ def test_a_run_that_cannot_fit_ends_in_one_line(run: Run, monkeypatch: pytest.Mo
 def test_the_plan_counts_what_waits_in_host_memory() -> None:
     words = ["args.train_data=[clips]", CACHED, "args.offload_blocks=42"]
     config = STOCK.config(*words)
-    plan = plan_memory(setup_of(opened.Run(config), TrainArguments.from_config(config), 1), None)
+    plan = plan_memory(setup_of(config.run, config.run.args, 1), None)
     m = 3072  # width; qkv, output, fc1, fc2 and the modulation of a block
     linears = m * 3 * m + m * m + 2 * m * 4 * m + 512 * 12 * m
     assert host_parts(plan.setup, plan.policies)["blocks"] == 42 * 2 * linears
     full = run_of(FILES[0], FILES[2]).config(*words[:2], "args.ema_device=cpu")
-    plan = plan_memory(setup_of(opened.Run(full), TrainArguments.from_config(full), 1), None)
+    plan = plan_memory(setup_of(full.run, full.run.args, 1), None)
     parts = host_parts(plan.setup, plan.policies)
     assert parts["EMA"] == 4 * num_trained(plan.setup.transformer) and parts["blocks"] == 0
 
@@ -306,7 +306,7 @@ def test_a_run_has_the_same_losses_under_each_policy(
         one = run.with_args(activation_checkpointing=choice).into(tmp_path / choice)
         if choice == "auto":  # memory for one layer's worth of a rung
             config = one.config()
-            setup = setup_of(opened.Run(config), TrainArguments.from_config(config), 1)
+            setup = setup_of(config.run, config.run.args, 1)
             lasting = sum(base_parts(setup).values())
             needed = training_phase(setup, chosen).total - lasting + gap_bytes(setup)
             memory = int(needed / (1 - MARGIN)) + 2

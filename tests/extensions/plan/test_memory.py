@@ -9,11 +9,10 @@ from omegaconf import OmegaConf
 
 from cogfast.__main__ import main
 from cogfast.config import Config
-from cogfast.config.arguments import TrainArguments
 from cogfast.extensions.plan.memory import GIB, plan_memory, setup_of
 from cogfast.extensions.plan.text import describe_plan
 from cogfast.extensions.plan.zero import num_trained
-from cogfast.train.run import opened
+from cogfast.train.keys import TrainKeys
 from tests.support.refusals import Refusal, assert_command_refused, refusals
 from tests.support.runs import run_of
 from tests.support.tiny_run import ROOT
@@ -22,16 +21,16 @@ CONFIGS = ROOT / "configs"
 CACHED = ("args.latent_cache=cache", "args.activation_checkpointing=full")
 
 
-def config_of(name: str, *words: str, lora: bool = False) -> tuple[Config, TrainArguments]:
+def config_of(name: str, *words: str, lora: bool = False) -> tuple[Config, TrainKeys]:
     files = [CONFIGS / f"cogvideox{name}.yaml", CONFIGS / "sft.yaml"]
     files[1:1] = [CONFIGS / "lora.yaml"] if lora else []
     config = run_of(*files).config("args.train_data=[clips]", *words)
-    return config, TrainArguments.from_config(config)
+    return config, config.run.args
 
 
 def plan_of(name: str, *words: str, lora: bool = False, card: int | None = None, gpus: int = 1):
     config, args = config_of(name, *words, lora=lora)
-    return plan_memory(setup_of(opened.Run(config), args, gpus), card)
+    return plan_memory(setup_of(config.run, args, gpus), card)
 
 
 INT8, BLOCKS = "args.quantize_base=int8", "args.offload_blocks=42"
@@ -83,9 +82,7 @@ def test_a_step_takes_what_the_allocator_counted(
     given += [f"args.activation_checkpointing={policy}"]
     files = [tmp_path / "model.yaml", *([CONFIGS / "lora.yaml"] if lora else [])]
     config = run_of(*files, CONFIGS / "sft.yaml").config(*given)
-    plan = plan_memory(
-        setup_of(opened.Run(config), TrainArguments.from_config(config), ranks), None
-    )
+    plan = plan_memory(setup_of(config.run, config.run.args, ranks), None)
     assert plan.step_peak / GIB == pytest.approx(gib, rel=0.006)
 
 
@@ -138,7 +135,7 @@ def test_upstream_files_plan_without_error(sat_configs: Path) -> None:
     assert len(models) == 8
     training = [[model, sat_configs / "sft.yaml"] for model in models]
     for files in (*training, models[:1], [models[0], sat_configs / "inference.yaml"]):
-        text = describe_plan(run_of(*files).config(), "h100-80", 1)
+        text = describe_plan(run_of(*files).config().run, "h100-80", 1)
         assert "peak: " in text and max(map(len, text.splitlines())) <= 120
 
 
@@ -171,7 +168,7 @@ def test_the_largest_step_counts_with_its_number_of_pictures() -> None:
     """A step of few pictures is below that of the clip; one of many is planned as a batch of pictures."""
     flat = ("data.params.max_num_frames=1", "args.batch_size=2000", "args.latent_cache=cache")
     both = "data.params.buckets=[[49,480,720],[1,480,720]]"
-    size = lambda of: setup_of(opened.Run(of[0]), of[1], 1)
+    size = lambda of: setup_of(of[0].run, of[1], 1)
     plain = size(config_of("_2b", CACHED[0]))
     few = size(config_of("_2b", CACHED[0], both, "data.params.bucket_batch=[1,11]"))
     assert (few.size, few.batch_size, few.shape) == (plain.size, 1, plain.shape)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from cogfast.cli.options import parse_plan
-from cogfast.config import Config, with_words
+from cogfast.config import Config
 from cogfast.extensions.plan.seconds import predict_step
 from cogfast.extensions.plan.table import Layout, describe_table, find_layouts
 from cogfast.extensions.plan.text import describe_plan
@@ -21,13 +21,18 @@ BATCH = "deepspeed.train_batch_size=128"
 
 
 @cache
-def config() -> Config:
-    return config_of("_2b", *CACHED, BATCH)[0]
+def config(*words: str) -> Config:
+    return config_of("_2b", *CACHED, BATCH, *words)[0]
+
+
+def described(config: Config, gpu: str, worlds: tuple[int, ...]) -> str:
+    run = config.run
+    return describe_table(find_layouts(run, gpu, worlds), run.args, gpu)
 
 
 @cache
 def found() -> dict[int, list[Layout]]:
-    layouts = find_layouts(config(), "h100-80", (8, 16, 128))
+    layouts = find_layouts(config().run, "h100-80", (8, 16, 128))
     assert not any(isinstance(each, str) for each in layouts.values())
     return layouts  # pyright: ignore[reportReturnType]
 
@@ -72,7 +77,7 @@ def test_layouts_have_one_global_batch_and_are_those_of_the_plan() -> None:
             waits = replace(each, step=replace(each.step, transfers=0.5))  # for the host
             assert sum(waits.parts) == pytest.approx(waits.step.seconds)
     layout = found()[16][-1]
-    text = describe_plan(with_words(config(), layout.words, "test"), "h100-80", 16)
+    text = describe_plan(config(*layout.words).run, "h100-80", 16)
     dp, cp, tp = layout.mesh
     assert f"on: 16 GPUs (dp {dp} x cp {cp} x tp {tp})" in text
     assert f"\npeak: {layout.plan.peak / 2**30:.2f} GiB" in text
@@ -81,7 +86,7 @@ def test_layouts_have_one_global_batch_and_are_those_of_the_plan() -> None:
 
 
 def test_the_table_is_narrow_and_predicted() -> None:
-    text = describe_table(config(), "h100-80", (8, 16, 256))
+    text = described(config(), "h100-80", (8, 16, 256))
     lines = text.splitlines()
     assert max(map(len, lines)) <= 120 and "All figures are predicted" in text
     first = next(line for line in lines if re.match(r" *8 +8 x 1 x 1 ", line))
@@ -95,7 +100,7 @@ def test_the_predicted_scaling_is_near_a_published_one() -> None:
     and GPU on 8, 6,514 on 128 (benchmarks/llama3_h100_202412_torchtitan.md). 5B has 17,776 a GPU."""
     zero3 = config_of("_5b", *CACHED, "args.zero_stage=3")[0]
     rates = []
-    for world, layouts in find_layouts(zero3, "h100-80", (8, 128)).items():
+    for world, layouts in find_layouts(zero3.run, "h100-80", (8, 128)).items():
         layout = next(
             each for each in layouts if not isinstance(each, str) and each.mesh[0] == world
         )
@@ -106,7 +111,7 @@ def test_the_predicted_scaling_is_near_a_published_one() -> None:
 @refusals(Path(__file__).with_name("refusals.txt"), "a table that cannot be made")
 def test_a_table_that_cannot_be_made(refusal: Refusal) -> None:
     gpu, world, *words = refusal.words
-    call = lambda: describe_table(with_words(config(), words, "test"), gpu, (int(world),))
+    call = lambda: described(config(*words), gpu, (int(world),))
     assert_refused(call, refusal.line)
 
 

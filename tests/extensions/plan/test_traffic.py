@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from cogfast.config.arguments import TrainArguments
 from cogfast.config.sat_network import transformer_arguments
 from cogfast.distributed.context_parallel import split_context
 from cogfast.distributed.parallelize import parallelize
@@ -20,7 +19,6 @@ from cogfast.extensions.plan.zero import ZeroRules
 from cogfast.model.config import TransformerConfig
 from cogfast.model.transformer import assemble_transformer, freeze
 from cogfast.train.activation_checkpointing import Policy
-from cogfast.train.run import opened
 from cogfast.train.video_size import LatentSize
 from tests.support.ranks.communication_ranks import (
     CASES,
@@ -69,9 +67,7 @@ def planned(setup: Setup, persistent: int = 100_000) -> Traffic:
 def of_run(base: Path, words: list[str], ranks: int, persistent: int = 100_000) -> Traffic:
     words = [word for word in words if not word.startswith("args.load=")]
     config = run_of(base).config(*words)
-    return planned(
-        setup_of(opened.Run(config), TrainArguments.from_config(config), ranks), persistent
-    )
+    return planned(setup_of(config.run, config.run.args, ranks), persistent)
 
 
 def scalars(ranks: int) -> float:

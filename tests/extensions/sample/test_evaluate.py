@@ -11,7 +11,6 @@ from PIL import Image
 from safetensors.torch import load_file
 
 from cogfast.__main__ import main
-from cogfast.config.arguments import TrainArguments
 from cogfast.core.slot_random import SlotRandom
 from cogfast.data.global_order import GlobalOrder
 from cogfast.data.video.reader import open_video
@@ -103,7 +102,7 @@ def test_weights_of_training_do_not_count_in_a_strict_evaluation(
 ) -> None:
     words = (f"args.train_data_weights=[{weights}]", f"args.strict_eval={strict}")
     config = run.with_args(valid_data=None, split="1,1").config(*words)
-    found = datasets_of(config, TrainArguments.from_config(config))
+    found = datasets_of(config, config.run.args)
     assert found.valid.order(0, 1).epoch_size == length == len(found.valid) * length / 3
     assert found.train.order(0, 1).epoch_size == round(3 * weights)
 

@@ -21,7 +21,6 @@ from cogfast.extensions.formats.image_scale import pipeline_code, scale_of
 from cogfast.extensions.sample.sizes import sampled_sizes
 from cogfast.model.keys import ImageLatentScale
 from cogfast.train.preflight.check import check_sample
-from cogfast.train.run import opened
 from cogfast.train.video_size import LatentSize
 from tests.support.pipelines import PROMPT, SCALE, SEED, SIZE, STEPS, Pipelines
 from tests.support.refusals import assert_command_refused, assert_line, assert_refused
@@ -290,8 +289,8 @@ def test_sats_inference_file_goes_with_every_model(
 
     def size_of(*arguments: str) -> LatentSize:
         config = run_of(*files).config(*given, *arguments)
-        check_sample(config, given=["image"] if images != [None] else [])
-        made = opened.Run(config)
+        check_sample(config.run, given=["image"] if images != [None] else [])
+        made = config.run
         return sampled_sizes(made.args, made.fields, made.data_arguments, images)[0]
 
     if "1.5" in name:

@@ -7,10 +7,9 @@ from omegaconf import OmegaConf
 
 from cogfast.cli.options import parse_sample
 from cogfast.config import Config
-from cogfast.config.merged_config import to_dict
+from cogfast.config.yaml_files import to_dict
 from cogfast.extensions.sample.flags import SamplingFlags, check_negative_prompt
 from cogfast.extensions.sample.sizes import sampled_sizes
-from cogfast.train.run import opened
 from tests.support.refusals import Refusal, assert_refused, refusals
 from tests.support.runs import run_of
 
@@ -43,21 +42,23 @@ def test_options_are_the_keys_that_they_name():
 
 def test_nothing_given_changes_nothing():
     config = load()
-    assert SamplingFlags().apply(config) == config
+    assert config.filled(SamplingFlags().settings) == config
 
 
 def test_a_ramp_of_another_length_stays():
     config = load("cogvideox_5b", f"{SAMPLER}.guider_config.params.num_steps=30")
-    params = to_dict(SamplingFlags(steps=20).apply(config).model)["sampler_config"]["params"]
+    params = to_dict(config.filled(SamplingFlags(steps=20).settings).model)["sampler_config"][
+        "params"
+    ]
     assert (params["num_steps"], params["guider_config"]["params"]["num_steps"]) == (20, 30)
 
 
 def test_guidance_of_one_is_none_and_more_than_one_makes_it():
     config = load()
-    off = SamplingFlags(guidance=1.0).apply(config)
+    off = config.filled(SamplingFlags(guidance=1.0).settings)
     target = lambda config: to_dict(config.model)["sampler_config"]["params"]["guider_config"]
     assert target(off) == {"target": "cogfast.diffusion.guidance.IdentityGuider"}
-    assert target(SamplingFlags(guidance=3.0).apply(off)) == {
+    assert target(off.filled(SamplingFlags(guidance=3.0).settings)) == {
         "target": "cogfast.diffusion.guidance.VanillaCFG",
         "params": {"scale": 3.0},
     }
@@ -78,32 +79,32 @@ AT_MOST_49 = "CogVideoX 1.0 supports 8N+1 frames, at most 49; use 41 or 49"
 def test_frames_are_those_of_the_video(
     model: str, frames: int, latent: int, wrong: int, text: str
 ) -> None:
-    config = SamplingFlags(frames=frames).apply(load(model))
+    config = load(model).filled(SamplingFlags(frames=frames).settings)
     assert config.args.sampling_num_frames == latent
-    made = opened.Run(config)
+    made = config.run
     (size,) = sampled_sizes(made.args, made.fields, made.data_arguments, [None])
     assert (size.num_frames, size.frames) == (frames, latent)
     with pytest.raises(ValueError, match=rf"^--frames={wrong}: {text}".replace("+", r"\+")):
-        SamplingFlags(frames=wrong).apply(load(model))
+        load(model).filled(SamplingFlags(frames=wrong).settings)
 
 
 def test_a_negative_prompt_needs_guidance():
     config = load("cogvideox_5b", "args.negative_prompt=blurry")
 
     def check(config: Config) -> None:
-        made = opened.Run(config)
+        made = config.run
         check_negative_prompt(made.args.negative_prompt, made.sampler)
 
     check(config)
-    check(SamplingFlags(guidance=1.0).apply(load()))
+    check(load().filled(SamplingFlags(guidance=1.0).settings))
     with pytest.raises(ValueError, match=r"args.negative_prompt='blurry' .* give --guidance 6"):
-        check(SamplingFlags(guidance=1.0).apply(config))
+        check(config.filled(SamplingFlags(guidance=1.0).settings))
 
 
 def test_an_option_and_its_key_on_one_command_line_are_refused():
     config = load("cogvideox_5b", "args.sampling_num_frames=3")
     line = "--frames and args.sampling_num_frames on the command line set"
-    assert_refused(lambda: SamplingFlags(frames=9).apply(config), line)
+    assert_refused(lambda: config.filled(SamplingFlags(frames=9).settings), line)
 
 
 def test_a_guider_without_a_scale_is_refused():
@@ -111,7 +112,7 @@ def test_a_guider_without_a_scale_is_refused():
     node = {"target": "mine.Guider", "params": {"strength": 2}}
     OmegaConf.update(config.model, "sampler_config.params.guider_config", node, merge=False)
     with pytest.raises(ValueError, match="--guidance 3: mine.Guider has no param scale"):
-        SamplingFlags(guidance=3.0).apply(config)
+        config.filled(SamplingFlags(guidance=3.0).settings)
 
 
 def parsed(tmp_path: Path, *words: str):

@@ -159,7 +159,7 @@ def test_two_replicas(world: Sampled, tmp_path: Path) -> None:
 
 def test_the_commands_of_the_run_name_them(world: Sampled, log: pytest.LogCaptureFixture) -> None:
     folder = world.trainer.folder
-    log_commands(world.trainer.config, str(folder), 3, is_lora=False, shows_ema=False)
+    log_commands(world.trainer.config.run, str(folder), 3, is_lora=False, shows_ema=False)
     page = Page(page_of([read_run(folder)], folder / "index.html"))
     logged = next(line for line in log.messages if line.startswith("to sample")).split("  ")[-1]
     shown = next(line for line in page.code if line.startswith("cogfast sample"))
@@ -174,7 +174,7 @@ def test_the_commands_of_the_run_name_them(world: Sampled, log: pytest.LogCaptur
     config = copy.deepcopy(world.trainer.config)
     config.model.trainable_modules = ["fuser"]
     log.clear()
-    log_commands(config, str(folder), 3, is_lora=False, shows_ema=False)
+    log_commands(config.run, str(folder), 3, is_lora=False, shows_ema=False)
     assert not any(line.startswith("to convert") for line in log.messages), "it has no others"
 
 

@@ -16,8 +16,8 @@ import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from cogfast.__main__ import main
-from cogfast.config.arguments import TrainArguments
 from cogfast.extensions.scores.scores import Scores
+from cogfast.train.keys import TrainKeys
 from cogfast.train.preflight.check import check_train
 from cogfast.train.trainer import Trainer
 from tests.support.runs import Run
@@ -133,7 +133,7 @@ def test_the_last_evaluation_that_a_resumed_run_makes_again_is_scored_once(
 def test_a_damaged_list_of_waiting_scores_ends_no_run(tmp_path: Path, text: str) -> None:
     (tmp_path / "waiting_scores.json").write_text(text)
     metrics: Any = SimpleNamespace(groups=SimpleNamespace(is_main=True))
-    args = TrainArguments(eval_command="true {samples}")
+    args = TrainKeys(eval_command="true {samples}")
     assert Scores(args, tmp_path, metrics, 2).waiting == ([2] if text.endswith("2]") else [])
     assert Scores(args, tmp_path, metrics).waiting == []
 
@@ -223,4 +223,4 @@ def test_the_command_of_a_file_never_runs(
 
 def test_a_held_out_loss_may_keep_a_checkpoint(run: Run) -> None:
     words = ["args.keep_best=-valid_loss", "args.valid_data=[]", "args.split='9,1,0'"]
-    check_train(run.config(*words))
+    check_train(run.config(*words).run)

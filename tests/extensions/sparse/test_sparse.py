@@ -5,7 +5,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from cogfast.config.arguments import TrainArguments
 from cogfast.extensions.sparse import attention, check
 from cogfast.extensions.sparse import choose_blocks as gpu
 from cogfast.extensions.sparse.attention import (
@@ -16,6 +15,7 @@ from cogfast.extensions.sparse.attention import (
     sparse_attention,
 )
 from cogfast.extensions.sparse.check import sparse_error
+from cogfast.train.keys import TrainKeys
 
 # B, S, H, D, text rows: prime numbers of rows, no text, a grid that does not divide the block, text
 # that ends inside a block and at one, text alone, one row
@@ -172,7 +172,7 @@ def test_flash_attn_4_is_given_the_lists_of_blocks() -> None:
 def test_results_are_checked_before_training(shape: str, monkeypatch) -> None:
     """Right ones pass; dense attention, other blocks and a wrong gradient do not."""
     *sizes, num_text = SHAPES[shape]
-    args = TrainArguments(attention="sparse:0.8", fp16=False, bf16=False)
+    args = TrainKeys(attention="sparse:0.8", fp16=False, bf16=False)
     find = lambda: sparse_error(tuple(sizes), num_text, 0.8, args, torch.device("cpu"))
     assert find() is None
     right = check.sparse_attention

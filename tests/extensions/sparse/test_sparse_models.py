@@ -14,7 +14,6 @@ from cogfast.extensions.sparse.check import check_sparse, use_attention
 from cogfast.model.transformer import DiffusionTransformer
 from cogfast.model.weights.checkpoint_manifest import read_manifest
 from cogfast.train.activation_checkpointing import LADDER, apply_policies
-from cogfast.train.run import opened
 from tests.support.refusals import Refusal, assert_refused, refusals
 from tests.support.runs import Run
 from tests.support.tiny_transformers import FAMILY, tiny
@@ -112,7 +111,7 @@ def test_a_run_resumes_samples_and_fine_tunes_sparse(
 @refusals(Path(__file__).with_name("refusals.txt"))
 def test_what_cannot_run_is_refused(run: Run, refusal: Refusal) -> None:
     def check() -> None:
-        made = opened.Run(run.config(*refusal.words))
+        made = run.config(*refusal.words).run
         with with_origins(made.origins):
             check_sparse(made.args, FAMILY["5b"], made.data_arguments, is_training=True)
 
@@ -142,6 +141,6 @@ def test_a_gpu_that_gains_nothing_is_refused(
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    made, model = opened.Run(run.config(SPARSE)), replace(FAMILY["2b"], **changes)
+    made, model = run.config(SPARSE).run, replace(FAMILY["2b"], **changes)
     check = partial(check_sparse, made.args, model, made.data_arguments, is_training=True)
     assert_refused(check, message)

@@ -14,7 +14,6 @@ from cogfast.config.sat_network import transformer_arguments
 from cogfast.extensions.formats.convert import convert
 from cogfast.model.weights.identify import identify
 from cogfast.model.weights.open import open_source
-from cogfast.train.run import opened
 from cogfast.train.video_size import check_size, warn_of_pipeline_positions
 from tests.model.weights.test_weights_load import seal, write_run
 from tests.support.refusals import assert_refused
@@ -123,7 +122,7 @@ def test_training_says_what_a_pipeline_will_do(
     family: str, arguments: tuple[str, ...], text: str | None, run: Run, caplog
 ) -> None:
     with caplog.at_level("INFO", logger="cogfast"):
-        made = opened.Run(run.of(family).config(*arguments))
+        made = run.of(family).config(*arguments).run
         warn_of_pipeline_positions(made.data_arguments, made.network.config)
     assert [text in line for line in caplog.messages] == [True] * (text is not None)
 

@@ -83,7 +83,7 @@ def main() -> None:
         of_second = as_new if groups.rank == 1 else Sources.changed
         for changed in (Sources.changed, of_second):
             with patch.object(Sources, "changed", changed):
-                cache_latents(run.config(f"args.latent_cache={cache}"))
+                cache_latents(run.config(f"args.latent_cache={cache}").run)
     if groups.is_main:
         Path(out).write_text(json.dumps(seen))
     if groups.model is not None:

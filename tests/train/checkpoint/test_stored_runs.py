@@ -19,7 +19,6 @@ import pytest
 import torch
 
 from cogfast.__main__ import main
-from cogfast.config.arguments import TrainArguments
 from cogfast.core import run_lock
 from cogfast.core.run_lock import RunLock
 from cogfast.distributed.process_groups import ProcessGroups
@@ -28,9 +27,10 @@ from cogfast.extensions.stores.mirror import Uploads, copy_of, download_run, pla
 from cogfast.model.weights.checkpoint_manifest import is_in_run, read_manifest
 from cogfast.model.weights.open import open_source
 from cogfast.train.checkpoint.write import DamagedWeights, _prune, _Snapshot
+from cogfast.train.keys import TrainKeys
+from cogfast.train.phases import _take_adapters
 from cogfast.train.run import folder
 from cogfast.train.run.folder import adapters_to_resume, checkpoint_to_resume, open_run_folder
-from cogfast.train.run.parts import _take_adapters
 from cogfast.train.run.run_log import RunLog
 from cogfast.train.trainer import Trainer
 from tests.support.interrupted.kills import assert_same_run
@@ -423,13 +423,13 @@ def test_an_object_with_dots_in_its_name_is_not_written_beside_the_folder(server
 def test_adapters_of_another_trainer_are_copied_to_each_machine(server):
     file = f"{server.url}/theirs/checkpoint-3/pytorch_lora_weights.safetensors"
     store.write(file, b"adapters")
-    step, args = _take_adapters(file, TrainArguments(), ALONE)
+    step, args = _take_adapters(file, TrainKeys(), ALONE)
     assert step == 3 and Path(args.load_lora).read_bytes() == b"adapters"
     # Their folder, which may be large, is neither locked nor downloaded.
     store.write(large := f"{server.url}/theirs/checkpoint-3/pytorch_model/0_states.pt", b"x")
     server.requests.clear()
     for place in ({"save": f"{server.url}/ours"}, {"run_folder": f"{server.url}/own"}):
-        args = TrainArguments(resume=f"{server.url}/theirs/checkpoint-3/", **place)
+        args = TrainKeys(resume=f"{server.url}/theirs/checkpoint-3/", **place)
         with ExitStack() as held:
             run, checkpoint, _ = open_run_folder(args, ALONE, held)
             assert str(url_of(run)).startswith([*place.values()][0])
@@ -481,7 +481,7 @@ def test_each_machine_opens_the_folder_of_a_run_in_its_own_place(
 
     def opened(**given: str) -> tuple[Path, Path | None]:
         with ExitStack() as held:
-            return open_run_folder(TrainArguments(**given), ALONE, held)[:2]
+            return open_run_folder(TrainKeys(**given), ALONE, held)[:2]
 
     # Its checkpoints are read where another run continues from them.
     for target in (f"{server.url}/two", str(tmp_path / "two")):
@@ -500,7 +500,7 @@ def test_each_machine_opens_the_folder_of_a_run_in_its_own_place(
             return [value, value]
 
     second = OnSecond(1, 2, 0, torch.device("cpu"), None, False)
-    theirs, _, check_owner = open_run_folder(TrainArguments(), second, ExitStack())
+    theirs, _, check_owner = open_run_folder(TrainKeys(), second, ExitStack())
     assert url_of(theirs) == url and theirs != run and (run / "metrics.jsonl").is_file()
     # It writes only while the lock is rank 0's.
     store.write(f"{url}/run.lock", b"process 1 on first 00 2.0\n")
@@ -516,7 +516,7 @@ def test_each_machine_opens_the_folder_of_a_run_in_its_own_place(
     with ExitStack() as held:
         for day in (1, 2):
             monkeypatch.setenv(store.CACHE_VARIABLE, str(tmp_path / f"machine-{day}"))
-            args = TrainArguments(save=f"{server.url}/new", experiment_name="a")
+            args = TrainKeys(save=f"{server.url}/new", experiment_name="a")
             run, _, check_owner = open_run_folder(args, ALONE, held)
             assert run.name == f"a-2026-01-0{day}-00-00-00" and check_owner.__self__.run == run
 
@@ -528,7 +528,7 @@ def test_checkpoints_of_other_trainers_stay_in_the_layout_finetune(server):
         for name in names(source):
             store.write(f"{url}/checkpoint-{step}/{name}", store.read(f"{source}/{name}"))
     store.write(f"{url}/latest", b"checkpoint-10")
-    args = TrainArguments(save=f"{server.url}/finetune", experiment_name="a", resume="auto")
+    args = TrainKeys(save=f"{server.url}/finetune", experiment_name="a", resume="auto")
     newest = checkpoint_to_resume(args)
     assert newest.name == "checkpoint-10"
     for name in ("3/lora", "4/lora", "4/rank-00000.safetensors"):

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from cogfast.__main__ import main
-from cogfast.config.arguments import TrainArguments
 from cogfast.distributed.process_groups import ProcessGroups
 from cogfast.kernels import torch_library
 from cogfast.kernels.attention_backends import (
@@ -22,6 +21,7 @@ from cogfast.kernels.attention_backends import (
 )
 from cogfast.kernels.gpu import flash_attn
 from cogfast.model.weights.checkpoint_manifest import read_manifest
+from cogfast.train.keys import TrainKeys
 from cogfast.train.preflight import attention_choice
 from cogfast.train.preflight.attention_choice import (
     Measured,
@@ -31,7 +31,6 @@ from cogfast.train.preflight.attention_choice import (
     measure,
     run_shape,
 )
-from cogfast.train.run import opened
 from tests.support.kernels.cpu_kernels import NEEDS_CPU_KERNELS
 from tests.support.refusals import assert_refused
 from tests.support.runs import Run
@@ -70,7 +69,7 @@ def attend_by(monkeypatch: pytest.MonkeyPatch):
 
 
 def test_the_key_takes_every_backend_and_auto() -> None:
-    names = get_args(get_type_hints(TrainArguments)["attention_backend"])
+    names = get_args(get_type_hints(TrainKeys)["attention_backend"])
     assert sorted(names) == sorted(["auto", *BACKENDS])
 
 
@@ -150,7 +149,7 @@ def on_gpu(monkeypatch: pytest.MonkeyPatch, h100: None, run: Run):
         bench = Bench(times)
         monkeypatch.setattr(attention_choice, "measure", bench)
         config = run.config("args.bf16=true", *arguments)
-        made = opened.Run(config)
+        made = config.run
         args, model = made.args, made.network.config
         groups = ProcessGroups(0, 1, 0, GPU, None, False)
         return choose_for_training(made.data_arguments, args, model, groups, stored), bench
@@ -207,7 +206,7 @@ def test_the_shape_is_that_of_the_runs_attention(run: Run, attend_by) -> None:
     size = "data.params.video_size=[16, 32]"
     trainer = run.train("args.attention_backend=flash", size, steps=1).last
     wanted = run_shape(
-        opened.Run(trainer.config).data_arguments, trainer.args, trainer.engine.transformer.config
+        trainer.config.run.data_arguments, trainer.args, trainer.engine.transformer.config
     )
     assert seen == {wanted} and wanted[1] == 3 * 1 * 2 + 8
 
@@ -235,7 +234,7 @@ def test_a_run_on_a_cpu_stores_the_choice_of_all_ranks(run: Run, monkeypatch) ->
     trained = run.train(steps=1)
     assert read_manifest(trained.checkpoint)["attention_backend"] == "cogfast"
     config = run.config()
-    args = TrainArguments.from_config(config)
+    args = config.run.args
     both = SimpleNamespace(device=torch.device("cpu"), gather=lambda name: [name, None])
     model = trained.last.engine.transformer.config
     # Another machine has no library.
@@ -258,7 +257,7 @@ def test_a_named_kernel_is_compiled_at_the_start(run: Run, monkeypatch) -> None:
     """On a machine where nothing has run yet, as for auto."""
     config = run.config("args.attention_backend=cogfast")
     monkeypatch.setattr(torch_library, "HAS_CPU_KERNELS", False)
-    check_attention(TrainArguments.from_config(config), 64)
+    check_attention(config.run.args, 64)
     assert torch_library.HAS_CPU_KERNELS
 
 
@@ -268,7 +267,7 @@ def test_a_name_that_cannot_run_says_what_can(run: Run) -> None:
     assert {"flash", "math"} < {*names}
     reason = f"it needs a CUDA GPU; this machine can run: {', '.join(names)}"
     line = f"args.attention_backend=cudnn: {reason}$"
-    assert_refused(lambda: check_attention(TrainArguments.from_config(config), 64), line)
+    assert_refused(lambda: check_attention(config.run.args, 64), line)
 
 
 def test_a_deterministic_run_may_not_name_cudnn(
@@ -278,10 +277,10 @@ def test_a_deterministic_run_may_not_name_cudnn(
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     run = run.with_words("args.attention_backend=cudnn", "args.bf16=true")
     config = run.config()
-    check_attention(TrainArguments.from_config(config), 64)
+    check_attention(config.run.args, 64)
     exact = run.config("args.deterministic=true")
     line = (
         "args.attention_backend=cudnn: its gradients do not repeat bit for bit, as deterministic "
         "runs must; this machine can run: auto, flash, efficient, math$"
     )
-    assert_refused(lambda: check_attention(TrainArguments.from_config(exact), 64), line)
+    assert_refused(lambda: check_attention(exact.run.args, 64), line)

@@ -4,7 +4,6 @@ from pathlib import Path
 
 import pytest
 
-from cogfast.config.arguments import TrainArguments
 from cogfast.train.preflight.check import check_train
 from cogfast.train.preflight.data_layout import infer_layout
 from tests.support.refusals import assert_refused
@@ -38,10 +37,10 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 )
 def test_the_layout_follows_from_the_path(run: Run, source: str, layout: str) -> None:
     """The models' files name SAT's folders of videos and labels, whose defaults stay."""
-    config = infer_layout(run.config(f"args.train_data=[{run.data / source}]"))
+    config = run.config(f"args.train_data=[{run.data / source}]").filled(infer_layout)
     assert config.data.target.endswith(f".{layout}")
-    check_train(config)
-    train = datasets_of(config, TrainArguments.from_config(config)).train
+    check_train(config.run)
+    train = datasets_of(config, config.run.args).train
     assert len(train) == 2
     assert train.settings.skip_frms_num == 3
 
@@ -53,13 +52,13 @@ def test_a_source_of_several_layouts_is_refused(run: Run) -> None:
         "args.train_data=<...>both: has the layouts of several data sets; set "
         f"{target}VideoManifest or {target}VideoList$"
     )
-    assert_refused(lambda: infer_layout(config), line)
+    assert_refused(lambda: config.filled(infer_layout), line)
 
 
 def test_sources_that_no_class_can_read_together_are_refused(run: Run, data: Path) -> None:
     config = run.config(f"args.train_data=[{data / 'clips.csv'},{data / 'lists'}]")
     line = f"several: {data}/clips.csv (VideoManifest), {data}/lists (VideoList); list all clips in one m"
-    assert_refused(lambda: infer_layout(config), line)
+    assert_refused(lambda: config.filled(infer_layout), line)
 
 
 def test_a_layout_that_is_not_read_is_logged(
@@ -72,13 +71,13 @@ def test_a_layout_that_is_not_read_is_logged(
     for i in range(2):
         (folder / "labels" / f"{i}.txt").write_text("a bar")
     config = Run(folder, tmp_path).config()
-    assert infer_layout(config) is config
+    assert config.filled(infer_layout) is config
     text = "read as VideoFolder; its files of VideoList are ignored; data.target=cogfast.data.datasets.VideoList"
     assert f"{folder}: {text} reads them" in log.messages
 
 
 def test_a_layout_of_the_command_line_stays(run: Run, data: Path) -> None:
     target = "data.target=data_video.SFTDataset"
-    config = infer_layout(run.config(f"args.train_data=[{data / 'clips.csv'}]", target))
+    config = run.config(f"args.train_data=[{data / 'clips.csv'}]", target).filled(infer_layout)
     line = "clips.csv is a file; give folders <...>VideoManifest"
-    assert_refused(lambda: check_train(config), line)
+    assert_refused(lambda: check_train(config.run), line)

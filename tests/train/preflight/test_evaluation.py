@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from cogfast.config.arguments import TrainArguments
 from cogfast.extensions.sample.prompt_files import GivenPrompt, given_prompts
+from cogfast.train.keys import TrainKeys
 from cogfast.train.preflight.check import check_train
 from tests.support.refusals import Refusal, assert_refused, refusals
 from tests.support.runs import Run
@@ -41,9 +41,9 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @refusals(Path(__file__).with_name("refusals_evaluation.txt"))
 def test_a_mistake_is_one_line(run: Run, refusal: Refusal) -> None:
     run = run.of(refusal.base).with_words(*refusal.fill(data=run.data).words)
-    assert_refused(lambda: check_train(run.config("args.eval_interval=2")), refusal.line)
+    assert_refused(lambda: check_train(run.config("args.eval_interval=2").run), refusal.line)
     # The files are not used if nothing is evaluated.
-    check_train(run.config("args.eval_interval=null"))
+    check_train(run.config("args.eval_interval=null").run)
 
 
 @pytest.mark.parametrize(
@@ -59,13 +59,13 @@ def test_prompts_have_their_images(
     run: Run, tmp_path: Path, data: Path, words: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = run.of("5b_i2v").with_words(*[word.format(data) for word in words])
-    check_train(run.config("args.eval_interval=2"))
-    assert given_prompts(TrainArguments.from_config(run.config())) == [
+    check_train(run.config("args.eval_interval=2").run)
+    assert given_prompts(run.config().run.args) == [
         GivenPrompt("a bar", data / "red.png"),
         GivenPrompt("another bar", data / "pictures" / "blue.png"),
     ]
     # A path may also be relative to the folder in which the command runs, as in SAT.
     (tmp_path / "list.txt").write_text("a bar@@red.png\n")
     monkeypatch.chdir(data)
-    (found,) = given_prompts(TrainArguments(eval_prompt_file=str(tmp_path / "list.txt")))
+    (found,) = given_prompts(TrainKeys(eval_prompt_file=str(tmp_path / "list.txt")))
     assert found.image == Path("red.png")

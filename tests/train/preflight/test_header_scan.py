@@ -14,7 +14,6 @@ import numpy as np
 import pytest
 import torch
 
-from cogfast.config.arguments import TrainArguments
 from cogfast.data.datasets import DataDir, ListedVideos, VideoFolder
 from cogfast.data.sources.clip_list import ClipList, PackedStrings
 from cogfast.data.sources.file_index import to_lines
@@ -71,7 +70,7 @@ class Differs(ListedVideos):
 def on_ranks(run: Run, name: str, sources: list[str], is_surveyed: bool = True) -> list[Datasets]:
     run = run.of_files().by(run.kind, "tests").with_words(f"data.target={name}", *WORDS)
     config = run.config(f"args.train_data=[{','.join(sources)}]")
-    args = TrainArguments.from_config(config)
+    args = config.run.args
 
     def of_rank(rank: int) -> Datasets:
         if rank == 0:

@@ -62,7 +62,7 @@ ACCEPTED += [
 
 @pytest.mark.parametrize(("model", "words"), ACCEPTED)
 def test_accepted(config, model, words):
-    check_train(config(f"cogvideox{model}", *words), world_size=8)
+    check_train(config(f"cogvideox{model}", *words).run, world_size=8)
 
 
 def test_files_as_upstream_ships_them_are_refused(sat_configs: Path, run: Run):
@@ -88,9 +88,9 @@ def test_refused(config, tmp_path: Path, refusal: Refusal):
     refusal = refusal.fill(own=__name__, tmp=tmp_path)
     if command == "sample":
         words = [*SAMPLED, "args.force_inference=false", *refusal.words]
-        call = lambda: check_sample(config(model, *words, second="inference"))
+        call = lambda: check_sample(config(model, *words, second="inference").run)
     else:
-        call = lambda: check_train(config(model, *refusal.words), world_size=int(ranks))
+        call = lambda: check_train(config(model, *refusal.words).run, world_size=int(ranks))
     assert_refused(call, refusal.line)
 
 
@@ -99,50 +99,50 @@ def test_a_tiny_run_is_refused(run: Run, refusal: Refusal):
     """The base of a row is a member of the family, and perhaps the rank of a LoRA."""
     family, *rank = refusal.base.split()
     run = run.of(family).with_args(lora_rank=int(rank[0]) if rank else None)
-    assert_refused(lambda: check_train(run.config(*refusal.words)), refusal.line)
+    assert_refused(lambda: check_train(run.config(*refusal.words).run), refusal.line)
 
 
 def test_a_missing_shard_is_named(config, tmp_path: Path):
     (tmp_path / "s-0.tar").touch()
     arguments = f"data.target=data_video.VideoDataset|args.train_data=['{tmp_path}/s-{{0..1}}.tar']"
     with pytest.raises(ValueError, match=r"train_data=.*s-\{0..1\}.tar: file .*s-1.tar does not"):
-        check_train(config("cogvideox_2b", *arguments.split("|")))
+        check_train(config("cogvideox_2b", *arguments.split("|")).run)
 
 
 def test_world_size_is_read_from_the_launcher(config, monkeypatch):
     checked = config("cogvideox_2b", "deepspeed.train_batch_size=8")
-    check_train(checked, world_size=4)
+    check_train(checked.run, world_size=4)
     monkeypatch.setenv("WORLD_SIZE", "4")
-    check_train(checked)
+    check_train(checked.run)
     monkeypatch.setenv("WORLD_SIZE", "3")
-    assert_refused(lambda: check_train(checked), "does not fit 3 data-parallel ranks")
+    assert_refused(lambda: check_train(checked.run), "does not fit 3 data-parallel ranks")
 
 
 def test_fp16_needs_a_gpu(config, monkeypatch):
     checked = config("cogvideox_2b", "deepspeed.fp16.enabled=true", "deepspeed.bf16.enabled=false")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    check_train(checked, world_size=8)
+    check_train(checked.run, world_size=8)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     line = "args.fp16=true needs a GPU; on a CPU use"
-    assert_refused(lambda: check_train(checked, world_size=8), line)
+    assert_refused(lambda: check_train(checked.run, world_size=8), line)
 
 
 def test_fp8_needs_a_gpu_that_has_it_and_bf16(config, monkeypatch):
     """On a CPU it runs: the same roundings are computed there."""
     lora = lambda *words: config("cogvideox_5b_lora", *words)
     checked = lora("args.quantize_base=fp8")
-    check_train(checked, world_size=8)
+    check_train(checked.run, world_size=8)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 9))
-    check_train(checked, world_size=8)
+    check_train(checked.run, world_size=8)
     words = ("deepspeed.fp16.enabled=true", "deepspeed.bf16.enabled=false")
     fp16 = lora("args.quantize_base=fp8", *words)
     line = "args.quantize_base=fp8 has products in bf16 on a GPU, but the run is in fp16; set deepspeed"
-    assert_refused(lambda: check_train(fp16, world_size=8), line)
+    assert_refused(lambda: check_train(fp16.run, world_size=8), line)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 0))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "A100")
     line = "needs a GPU with fp8 matrix products <...> but this one is A100; set args.quantize_base=int8"
-    assert_refused(lambda: check_train(checked, world_size=8), line)
+    assert_refused(lambda: check_train(checked.run, world_size=8), line)
 
 
 @pytest.mark.parametrize(
@@ -156,31 +156,31 @@ def test_fp8_needs_a_gpu_that_has_it_and_bf16(config, monkeypatch):
 def test_the_size_that_is_named_fits(config, model, size, fix):
     arguments = f"data.params.video_size={size}".replace(" ", "")
     line = f"rows must be a multiple of 16<...>use {fix}"
-    assert_refused(lambda: check_train(config(model, arguments)), line)
-    check_train(config(model, f"data.params.video_size={fix}".replace(" ", "")))
+    assert_refused(lambda: check_train(config(model, arguments).run), line)
+    check_train(config(model, f"data.params.video_size={fix}".replace(" ", "")).run)
 
 
 SAMPLED = ["args.sampling_image_size=[480,720]", "args.sampling_num_frames=13"]
 
 
 def test_sampling_1_5_counts_padded_latent_frames(config):
-    check_sample(config("cogvideox_2b", *SAMPLED, second="inference"))
+    check_sample(config("cogvideox_2b", *SAMPLED, second="inference").run)
     load = lambda n: config("cogvideox1.5_5b", f"args.sampling_num_frames={n}", second="inference")
     for num_frames in (22, 21, 42):  # 5 s with and without the padding, 10 s
-        check_sample(load(num_frames))
-    assert_refused(lambda: check_sample(load(43)), "=43 must be from 1 to 42 latent frames")
+        check_sample(load(num_frames).run)
+    assert_refused(lambda: check_sample(load(43).run), "=43 must be from 1 to 42 latent frames")
 
 
 def test_images_go_to_image_models(config, tmp_path: Path):
     image_model = config("cogvideox1.5_5b_i2v", second="inference")
-    check_sample(image_model, given=["image"])
-    assert_refused(lambda: check_sample(image_model), "give --image PNG or prompts as prompt@@")
+    check_sample(image_model.run, given=["image"])
+    assert_refused(lambda: check_sample(image_model.run), "give --image PNG or prompts as prompt@@")
     text_model = config("cogvideox1.5_5b", second="inference")
     line = "the model does not use an image <...>; leave --image out"
-    assert_refused(lambda: check_sample(text_model, given=["image"]), line)
+    assert_refused(lambda: check_sample(text_model.run, given=["image"]), line)
     # a run's own weights replace args.load
     gone = config("cogvideox1.5_5b", "args.load=nowhere", second="inference")
-    check_sample(gone, weights=str(tmp_path))
+    check_sample(gone.run, weights=str(tmp_path))
 
 
 def test_different_noise_schedules_are_logged(config, caplog):
@@ -217,8 +217,8 @@ def test_a_users_data_set_adds_params(config) -> None:
 def test_a_users_data_set_of_videos_takes_a_cache(config, tmp_path: Path) -> None:
     own = f"data.target={__name__}."
     cache = f"args.latent_cache={tmp_path / 'cache'}"
-    check_train(config("cogvideox_2b", own + "OwnVideos", cache))
-    check_train(config("cogvideox_2b", own + "OwnLatents", "args.train_data=[gone]"))
+    check_train(config("cogvideox_2b", own + "OwnVideos", cache).run)
+    check_train(config("cogvideox_2b", own + "OwnLatents", "args.train_data=[gone]").run)
 
 
 def test_all_missing_paths_are_reported_together(config) -> None:
@@ -238,7 +238,7 @@ def test_all_missing_paths_are_reported_together(config) -> None:
     ]
     checked = config("cogvideox_2b", *arguments, "args.eval_interval=5")
     with pytest.raises(ValueError) as raised:
-        check_train(checked, world_size=8)
+        check_train(checked.run, world_size=8)
     lines = str(raised.value).splitlines()
     assert len(lines) == len(lost)
     assert "lost/base" in lines[0]  # a pipeline there would settle VAE and text encoder
@@ -247,13 +247,17 @@ def test_all_missing_paths_are_reported_together(config) -> None:
         assert line.startswith("command line: ") and len(line) <= 400
 
 
+def logged(config: Config) -> None:
+    log_unused(config.unused, config.run.sections["args"], config.origins)
+
+
 def test_defaults_that_are_not_sats_are_logged(config, run: Run, log, tmp_path):
     """SAT's sft.yaml sets nearly all of them; a file without its keys relies on cogfast's."""
-    log_unused(config("cogvideox_5b"))
+    logged(config("cogvideox_5b"))
     assert "no file sets" not in log.text
     base = tmp_path / "short.yaml"
     base.write_text("args: {eval_interval: 10, train_iters: 20000}")
-    log_unused(run.of_files(base).config())
+    logged(run.of_files(base).config())
     (line,) = [text for text in log.messages if text.startswith("no file sets")]
     assert line == (
         "no file sets args.mode='finetune' (SAT: pretrain), args.batch_size=1 (SAT: 4), "
@@ -262,7 +266,7 @@ def test_defaults_that_are_not_sats_are_logged(config, run: Run, log, tmp_path):
     )
     log.clear()
     base.write_text("args: {mode: inference, sampling_fps: 16}")
-    log_unused(run.of_files(base).config())
+    logged(run.of_files(base).config())
     assert "args.sampling_num_frames=null (SAT: 32)" in log.text
     assert "sampling_fps" not in log.text
 
@@ -270,7 +274,7 @@ def test_defaults_that_are_not_sats_are_logged(config, run: Run, log, tmp_path):
 @pytest.mark.parametrize(("mode", "is_logged"), [("pretrain", True), ("finetune", False)])
 def test_a_sat_run_that_sat_would_continue_is_logged(run: Run, log, tmp_path, mode, is_logged):
     (tmp_path / "latest").write_text("300\n")
-    log_unused(run.of_files().config(f"args.mode={mode}", f"args.load={tmp_path}"))
+    logged(run.of_files().config(f"args.mode={mode}", f"args.load={tmp_path}"))
     assert ("is SAT's iteration 300, from" in log.text) is is_logged
 
 

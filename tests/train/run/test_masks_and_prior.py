@@ -266,7 +266,7 @@ def test_masks_are_no_part_of_a_latent_cache(
     write_manifest(data, "own.jsonl", ["own.png", "own.mp4", *[None] * 4], [None] * 6)
     (data / "own.mp4").write_bytes((data / "late.mp4").read_bytes())
     run = on(lora, "own").cached_in(tmp_path / "cache").with_words(f"{LOSS}.masked=0.1")
-    cache_latents(run.config())
+    cache_latents(run.config().run)
     Image.open(data / "half.png").save(data / "own.png")
     frames = np.stack([np.asarray(Image.open(data / "half.png"))] * 40)
     write_video(data / "own.mp4", frames, fps=24)

@@ -17,7 +17,6 @@ from cogfast.extensions.cache.cache_key import cache_specs
 from cogfast.extensions.formats.convert import convert
 from cogfast.model.weights.checkpoint_manifest import RESUMABLE, read_manifest, write_manifest
 from cogfast.train.frozen_encoders import NO_OVERRIDES
-from cogfast.train.run import opened
 from cogfast.train.trainer import Trainer
 from tests.support.refusals import assert_command_refused, assert_refused
 from tests.support.runs import Run
@@ -172,7 +171,7 @@ def test_a_cache_is_of_the_code_of_its_encoders(
     settings = ClipSettings(video_size=(32, 32), fps=8, max_num_frames=9)
 
     def specs(*words: str) -> dict[str, dict]:
-        made = opened.Run(run.by(Trainer, "mine_encoders").config(*words))
+        made = run.by(Trainer, "mine_encoders").config(*words).run
         described = made.sections, made.allow_import, made.args, made.model
         return cache_specs(*described, settings, NO_OVERRIDES)
 

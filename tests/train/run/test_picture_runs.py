@@ -108,7 +108,7 @@ def test_clips_and_pictures_resume_and_come_from_a_cache(run: Run, tmp_path: Pat
     assert run.resume().losses == whole.losses and len(whole.losses) == 6
 
     cached = run.cached_in(tmp_path / "cache")
-    cache_latents(cached.config())
+    cache_latents(cached.config().run)
     found = cached.into(tmp_path / "cached").train()
     assert found.losses == pytest.approx(whole.losses, rel=1e-6)
 

@@ -18,11 +18,11 @@ import transformers
 
 import cogfast
 from cogfast.__main__ import main
-from cogfast.config.arguments import TrainArguments
 from cogfast.core.run_lock import RunLock
 from cogfast.distributed.process_groups import ProcessGroups
 from cogfast.extensions.formats.convert import convert
 from cogfast.model.weights.checkpoint_manifest import find_run_checkpoint, newest_checkpoint
+from cogfast.train.keys import TrainKeys
 from cogfast.train.run.folder import (
     check_changes,
     check_creatable,
@@ -44,7 +44,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from cogfast.core import files
 from cogfast.train.run.folder import open_run_folder
-from cogfast.config.arguments import TrainArguments
+from cogfast.train.keys import TrainKeys
 from cogfast.distributed.process_groups import start_processes
 
 rank = os.environ["RANK"]
@@ -59,7 +59,7 @@ if rank == "1":
 for save, files.SECONDS_OF_NFS in (("late", 60), ("shared", 0), ("own", 0)):
     try:
         with ExitStack() as held:
-            args = TrainArguments(save=save, experiment_name="a")
+            args = TrainKeys(save=save, experiment_name="a")
             shown = open_run_folder(args, groups, held)[0].parent
             groups.gather(None)
     except (ValueError, RuntimeError) as error:
@@ -74,7 +74,7 @@ ALONE = ProcessGroups(0, 1, 0, torch.device("cpu"), None, False)
 def opened(save: Path | str, resume: str | Path | None) -> tuple[Path, Path | None]:
     """The folder of a run of the experiment "a", and the checkpoint that it resumes."""
     resume = None if resume is None else str(resume)
-    args = TrainArguments(save=str(save), experiment_name="a", resume=resume)
+    args = TrainKeys(save=str(save), experiment_name="a", resume=resume)
     return open_run_folder(args, ALONE, ExitStack())[:2]
 
 
@@ -164,7 +164,7 @@ def test_folders_that_cannot_be_found_or_created_are_refused(tmp_path: Path) -> 
 def test_a_run_that_cannot_be_written_is_named(tmp_path: Path, monkeypatch) -> None:
     """The run's own folder, whatever args.save is on the machine from which it comes."""
     run = make_run(tmp_path, "run", 1)
-    args = TrainArguments(save="/dev/null/runs", resume=str(run))
+    args = TrainKeys(save="/dev/null/runs", resume=str(run))
     check_creatable(args)
     monkeypatch.setattr(os, "access", lambda *_: False)
     line = (
@@ -234,7 +234,7 @@ def test_another_projects_git_is_not_asked(
     monkeypatch.setattr(
         module, "__file__", str(tmp_path / "site" / "cogfast" / "train" / "run" / "x.py")
     )
-    describe_run(tmp_path, None, {}, run.config(), 1, {})
+    describe_run(tmp_path, None, {}, run.config().run.sections, {}, 1, {})
     environment = json.loads((tmp_path / "environment.json").read_text())
     assert environment["commit"] is None
     for package in (cogfast, deepspeed, diffusers, transformers):
@@ -257,7 +257,7 @@ def test_the_changes_of_the_code(
     file.write_text("one\ntwo\n\n")
     assert not git("init", "-q") and not git("add", ".") and not git("commit", "-qm", "a")
     file.write_text(f"{text}\ntwo\n\n")
-    describe_run(tmp_path, None, {}, run.config(), 1, {})
+    describe_run(tmp_path, None, {}, run.config().run.sections, {}, 1, {})
     # The last line of the changes is a blank: the empty line of the file.
     assert not git("checkout", "a.py") and not git("apply", "changes.diff")
     is_whole = text == "1"
@@ -270,34 +270,34 @@ def test_the_changes_of_the_code(
 def test_a_description_that_cannot_be_written(run: Run, tmp_path: Path) -> None:
     gone = tmp_path / "runs" / "sft-1"
     line = "/sft-1/training_config.yaml cannot be written (No such file<...> set args.save or"
-    assert_refused(lambda: describe_run(gone, None, {}, run.config(), 1, {}), line)
+    assert_refused(lambda: describe_run(gone, None, {}, run.config().run.sections, {}, 1, {}), line)
 
 
 def test_keys_that_the_checkpoint_is_too_old_for_count_as_their_defaults(run: Run) -> None:
     """A checkpoint of an earlier version still resumes."""
-    before = plain_sections(run.config())
+    before = plain_sections(run.config().run.sections)
     del before["args"]["lr_first_step"], before["model"]["noised_image_dropout"]
     manifest = {"global_batch": 4, "config": before}
-    check_changes(run.folder, manifest, run.config(), 4, {})
+    check_changes(run.folder, manifest, run.config().run.sections, 4, {})
     other, line = run.config("args.lr_first_step=0"), "args.lr_first_step: 1 -> 0; change it back"
-    assert_refused(lambda: check_changes(run.folder, manifest, other, 4, {}), line)
+    assert_refused(lambda: check_changes(run.folder, manifest, other.run.sections, 4, {}), line)
 
 
 def test_a_rate_that_a_checkpoint_has_in_the_deepspeed_section_is_that_of_args(run: Run) -> None:
     """Earlier versions kept it in both places."""
     run = run.of_files().with_words("deepspeed.optimizer={type: AdamW, params: {eps: 1e-6}}")
     config = run.config("args.lr=0.5")
-    before = plain_sections(config)
+    before = plain_sections(config.run.sections)
     before["deepspeed"]["optimizer"]["params"]["lr"] = 0.5
     manifest = {"global_batch": 4, "config": before}
-    check_changes(run.folder, manifest, config, 4, {})
+    check_changes(run.folder, manifest, config.run.sections, 4, {})
     assert before["deepspeed"]["optimizer"]["params"]["lr"] == 0.5  # the manifest stays as it is
     other, line = run.config("args.lr=0.25"), "checkpoint's: args.lr: 0.5 -> 0.25; change it back"
-    assert_refused(lambda: check_changes(run.folder, manifest, other, 4, {}), line)
+    assert_refused(lambda: check_changes(run.folder, manifest, other.run.sections, 4, {}), line)
 
 
 def open_exact(run: Path, **args: str) -> tuple[Path, Path | None]:
-    return open_run_folder(TrainArguments(run_folder=str(run), **args), ALONE, ExitStack())[:2]
+    return open_run_folder(TrainKeys(run_folder=str(run), **args), ALONE, ExitStack())[:2]
 
 
 def make_finetune_run(run: Path, *steps: int) -> Path:

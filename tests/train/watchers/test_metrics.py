@@ -14,11 +14,11 @@ import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import Tensor
 
-from cogfast.config.arguments import TrainArguments
 from cogfast.distributed.process_groups import ProcessGroups
 from cogfast.distributed.step_clock import CLOCK
 from cogfast.extensions.plan.trace import train_flops
 from cogfast.train.checkpoint.write import _Snapshot
+from cogfast.train.keys import TrainKeys
 from cogfast.train.trainer import Trainer
 from cogfast.train.watchers.metrics import BandLosses, Metrics, memory_gib
 from tests.support.refusals import assert_refused
@@ -78,7 +78,7 @@ def test_the_wait_is_that_of_the_slowest_rank(tmp_path: Path, log) -> None:
             sent.append(value)
             return sent[-2] + value if len(sent) % 2 == 0 else value
 
-    args, cpu = TrainArguments(log_interval=1), torch.device("cpu")
+    args, cpu = TrainKeys(log_interval=1), torch.device("cpu")
     size = SimpleNamespace(num_tokens=1, is_picture=False, has_both=False)
     steps = {"start_step": 0, "num_steps": 2, "num_slots": lambda _: 2}
     groups = [TwoRanks(rank, 2, rank, cpu, None, False) for rank in (1, 0)]

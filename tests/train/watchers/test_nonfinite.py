@@ -7,9 +7,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from cogfast.config.arguments import TrainArguments
 from cogfast.core.slot_random import SlotRandom
 from cogfast.data.global_order import GlobalOrder
+from cogfast.train.keys import TrainKeys
 from cogfast.train.trainer import Trainer
 from cogfast.train.watchers.nonfinite import NonfiniteCheck
 from tests.support.ranks.nonfinite_ranks import Overflows
@@ -119,7 +119,7 @@ def test_fp16_reports_bad_losses_and_a_spent_scale(has_bad_loss: bool, is_spent:
     """Step 5 overflows, and step 7 has a loss that is not finite; the log line is that of step 9."""
     engine = SimpleNamespace(num_skipped_in_a_row=torch.zeros(()), is_loss_scale_spent=is_spent)
     groups = SimpleNamespace(device=torch.device("cpu"), gather=lambda value: [value])
-    args = TrainArguments(fp16=True, nonfinite="stop")
+    args = TrainKeys(fp16=True, nonfinite="stop")
     check = NonfiniteCheck(
         args, groups, Path(), engine, [], GlobalOrder(8, 0, 2), lambda *_: None, lambda: True
     )
@@ -154,7 +154,7 @@ def test_twenty_skipped_steps_in_a_row_are_noticed_wherever_they_begin(first: in
     looks, ended = [], []
     engine = SimpleNamespace(num_skipped_in_a_row=0)
     check = NonfiniteCheck(
-        TrainArguments(), SimpleNamespace(device="cpu"), Path(), engine, None, None, None, None
+        TrainKeys(), SimpleNamespace(device="cpu"), Path(), engine, None, None, None, None
     )
     check._react = lambda step, number: ended.append((step, number))
     counts = {step: max(0, step - first + 1) for step in range(60)}

@@ -224,7 +224,7 @@ def test_tables_of_a_gpu_count_kernels() -> None:
 
 def test_sats_flag_and_value_work(run: Run) -> None:
     run = run.with_args(profiling=-1)
-    check_train(run.config())
+    check_train(run.config().run)
     request = parse_train(["--base", str(run.base), "--profiling", "-1"])
     assert request.overrides == ["args.profiling=-1"]
     assert run.config(*request.overrides).args.profiling == -1

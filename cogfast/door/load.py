@@ -7,7 +7,6 @@ file that each value came from is kept for error messages.
 
 from __future__ import annotations
 
-import dataclasses
 import difflib
 import logging
 import os
@@ -20,23 +19,28 @@ import yaml
 from omegaconf import DictConfig, Node, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from cogfast.config.arguments import TrainArguments
-from cogfast.config.components import resolve
-from cogfast.config.deepspeed_keys import fold
-from cogfast.config.merged_config import SECTIONS, Config, leaves, to_dict
-from cogfast.config.sections import check_sections, complete_sections
-from cogfast.config.yaml_files import check_interpolations, check_nesting, check_resolved, read_yaml
+from cogfast.config.yaml_files import (
+    CONFIGS,
+    check_interpolations,
+    check_nesting,
+    check_resolved,
+    read_yaml,
+    to_dict,
+)
 from cogfast.core.addresses import CACHE_VARIABLE, check_address, is_url
 from cogfast.core.keys import COMMAND_LINE, DEFAULT, find_origin
-from cogfast.core.values import KeyProblem, Problems, cut, one_line, show
+from cogfast.core.values import KeyProblem, Problems, cut, leaves, one_line, show
+from cogfast.door.deepspeed_keys import fold
+from cogfast.door.merged_config import SECTIONS, Config
+from cogfast.door.sections import check_sections, complete_sections
+from cogfast.train.keys import TrainKeys
 
-COMMAND_KEY = "args.eval_command"
+_COMMAND_KEY = TrainKeys.key("eval_command")
 # Files and folders that are not read from an object store
 _LOCAL_KEYS = [
     f"args.{name}"
     for name in ["eval_prompt_file", "eval_images", "input_file", "output_dir", "local_cache"]
 ]
-CONFIGS = Path(__file__).resolve().parents[1] / "configs"  # the package's own files
 # OmegaConf raises all of these for input that it cannot merge.
 _OMEGACONF_ERRORS = (
     OmegaConfBaseException,
@@ -136,7 +140,7 @@ _OF_EVALUATIONS = ("valid_data", "eval_prompts", "eval_prompt_file", "eval_image
 
 def _without_effect(args: Mapping[str, Any]) -> dict[str, str]:
     """Return the keys of args that training does not read because of other keys, with the reason."""
-    found, defaults = {}, TrainArguments()
+    found, defaults = {}, TrainKeys()
     if args["mode"] == "inference":
         return {}
     for name, schedules in _OF_SCHEDULES.items():
@@ -164,25 +168,6 @@ def _check_addresses(plain: dict[str, Any]) -> None:
                 check_address(text)
             except ValueError as error:
                 raise KeyProblem(key, f"{key}={error}") from None
-
-
-def with_words(config: Config, words: Sequence[str], origin: str) -> Config:
-    """Return the configuration with these `key=value` words, which are not checked again."""
-    merged, origins = OmegaConf.create(config.sections()), dict(config.origins)
-    assert isinstance(merged, DictConfig), "a mapping of sections"
-    for word in words:
-        _override(merged, word, origins, origin)
-    return dataclasses.replace(config, **{name: merged[name] for name in SECTIONS}, origins=origins)
-
-
-def data_arguments(config: Config) -> dict[str, Any]:
-    """Return the data set's arguments under cogfast's names, also if the section uses SAT's names.
-
-    {} without a data section.
-    """
-    if "target" not in config.data:  # it is left out
-        return to_dict(config.data).get("params") or {}
-    return resolve(config.data, config.allow_import)[1]
 
 
 def _locate(path: str | Path) -> Path:
@@ -232,7 +217,7 @@ def _ignored_of_files(merged: DictConfig, origins: dict[str, str]) -> dict[str, 
 
     Returns {key: reason}.
     """
-    key, args = COMMAND_KEY, merged._get_node("args")
+    key, args = _COMMAND_KEY, merged._get_node("args")
     name = key.removeprefix("args.")
     node = args._get_node(name) if isinstance(args, DictConfig) else None
     if not isinstance(args, DictConfig) or not isinstance(node, Node) or node._is_none():

@@ -12,15 +12,15 @@ from omegaconf import OmegaConf
 
 from cogfast.__main__ import main
 from cogfast.config import Config, instantiate
-from cogfast.config.arguments import ModelArguments, TrainArguments
-from cogfast.config.deepspeed_keys import DeepSpeedSection
 from cogfast.config.sat_network import autoencoder_arguments, transformer_arguments
 from cogfast.data.datasets import VideoFolder, VideoList, VideoManifest, VideoShards
+from cogfast.door.deepspeed_keys import DeepSpeedSection
 from cogfast.extensions.conditions.check import check_conditions
 from cogfast.extensions.formats.sat import to_sat_state_dict
 from cogfast.extensions.formats.sat_names import sat_name
 from cogfast.model.config import MEMBERS, Family, TransformerConfig
 from cogfast.model.transformer import build_transformer
+from cogfast.train.keys import ModelKeys, TrainKeys
 from cogfast.train.preflight.check import check_sample, check_train
 from tests.support.runs import run_of
 from tests.support.tiny_run import ROOT
@@ -91,7 +91,7 @@ def facts(config: Config) -> dict:
     return {
         "network": asdict(network),
         "section": {
-            **ModelArguments.from_config(config).model_dump(),
+            **config.run.model.model_dump(),
             "latent_input": None,  # true in upstream's 1.5-5B, which its data sets cannot feed
             "image_latent_scale": None,  # SAT has no such key
         },
@@ -115,7 +115,7 @@ def test_facts_are_upstreams(name: str, sat_configs: Path) -> None:
     ours, theirs = map(facts, configs)
     for key, value in theirs.items():
         assert ours[key] == value, key
-    scales = [ModelArguments.from_config(config).image_latent_scale for config in configs]
+    scales = [config.run.model.image_latent_scale for config in configs]
     # The released 1.5-I2V and diffusers' pipeline have another scale than SAT's trainer.
     own = "pipeline" if name == "cogvideox1.5_5b_i2v" else "trainer"
     assert scales == [own, "trainer"]
@@ -137,7 +137,7 @@ def test_dry_run(model: str, more: tuple[str, ...], capsys: pytest.CaptureFixtur
     assert "accepted and not used" not in text  # our files hold no key that nothing reads
     config = run_of(*files).config()
     network = transformer_arguments(config.model.network_config.params)
-    check_conditions(ModelArguments.from_config(config), network)
+    check_conditions(config.run.model, network)
     line = next(t for t in text.splitlines() if t.startswith("  lr: "))
     assert line.split() == (
         ["lr:", "0.0001", "#", "lora.yaml"]
@@ -159,18 +159,18 @@ def test_placeholders_are_refused_with_the_fix(
         "args.train_data.0",
     ):
         with pytest.raises(ValueError, match=rf"{re.escape(key)}='\{{your [^']*' {fix}"):
-            check_train(load(model, "sft", arguments=arguments))
+            check_train(load(model, "sft", arguments=arguments).run)
         if key != "args.train_data.0":
             with pytest.raises(ValueError, match=rf"{re.escape(key)}='\{{your [^']*' {fix}"):
                 check_sample(
-                    load(model, "inference", arguments=arguments),
+                    load(model, "inference", arguments=arguments).run,
                     given=["image"] if "i2v" in model else [],
                 )
         if key.startswith("args.train_data"):
             arguments.append(f"args.train_data=[{tmp_path}]")
         else:
             arguments.append(f"{key}={tmp_path}")
-    check_train(load(model, "sft", arguments=[*arguments, *CPU]), world_size=8)
+    check_train(load(model, "sft", arguments=[*arguments, *CPU]).run, world_size=8)
     # and through the command, before anything is written
     files = [str(CONFIGS / f"{name}.yaml") for name in (model, "inference")]
     assert main(["sample", "--base", *files, "--prompt", "x", "--out", str(tmp_path / "o")]) == 2
@@ -184,9 +184,9 @@ CPU = ["deepspeed.fp16.enabled=false", "deepspeed.bf16.enabled=true"]  # 2B's fi
 @pytest.mark.parametrize("model", MODELS)
 def test_precision_and_stage(model: str) -> None:
     for more in ("sft", "inference"):
-        args = TrainArguments.from_config(load(model, more))
+        args = load(model, more).run.args
         assert args.precision == ("fp16" if model == "cogvideox_2b" else "bf16")
-    assert TrainArguments.from_config(load(model, "sft")).zero_stage == 2
+    assert load(model, "sft").run.args.zero_stage == 2
 
 
 def test_script_defaults_load() -> None:
@@ -205,8 +205,8 @@ def test_script_defaults_load() -> None:
 
 def test_options_that_pages_name_exist() -> None:
     known = {
-        "args": {*TrainArguments.model_fields} | {"json"},  # the file args.json
-        "model": {*ModelArguments.model_fields} | set(load("cogvideox_5b").model),
+        "args": {*TrainKeys.model_fields} | {"json"},  # the file args.json
+        "model": {*ModelKeys.model_fields} | set(load("cogvideox_5b").model),
         "data.params": {
             name
             for dataset in (VideoFolder, VideoList, VideoManifest, VideoShards)

@@ -8,8 +8,7 @@ import yaml
 from omegaconf import OmegaConf
 
 from cogfast.config import Config, load_config, with_words
-from cogfast.config.arguments import TrainArguments
-from cogfast.config.merged_config import to_dict
+from cogfast.config.yaml_files import to_dict
 from cogfast.distributed.zero_engine import deepspeed_config
 from cogfast.train.preflight.mesh import check_global_batch
 from tests.support.refusals import assert_refused
@@ -62,7 +61,7 @@ def test_the_files_of_cogvideos_trainer_are_deepspeed_sections(name: str, tmp_pa
     section = json.loads(WHOLE % ZERO[name])
     base.write_text(f"args: {{lr: 0.002, weight_decay: 0.3}}\ndeepspeed: {json.dumps(section)}\n")
     config = load_config([base])
-    args = TrainArguments.from_config(config)
+    args = config.run.args
     assert (args.lr, args.weight_decay, args.precision) == (0.002, 0.3, "bf16")
     assert (args.zero_stage, args.batch_size) == (int(name[4]), 1)
     reason = "args.lr_schedule, lr_decay_style and warmup set the learning rate"
@@ -102,20 +101,20 @@ def test_values_of_the_section_are_kept_in_args_with_their_origin(tmp_path: Path
     assert config.origins["args.zero_stage"] == "command line"
     # SAT's inference.yaml says how many videos to sample for each prompt.
     config = load_config([file], ["args.mode=inference", "args.batch_size=2"])
-    assert TrainArguments.from_config(config).batch_size == 2
+    assert config.run.args.batch_size == 2
 
 
 @pytest.mark.parametrize(("words", "precision"), [([], "fp32"), (["args.bf16=true"], "bf16")])
 def test_a_precision_of_auto_is_that_of_args(words: list[str], precision: str) -> None:
     autos = ("deepspeed.bf16={enabled: auto}", "deepspeed.fp16={enabled: auto, loss_scale: 0}")
     config = filled(*words, *autos)
-    assert TrainArguments.from_config(config).precision == precision
+    assert config.run.args.precision == precision
     assert to_dict(config.deepspeed)["fp16"] == {"loss_scale": 0}
 
 
 def test_a_global_batch_that_the_ranks_do_not_fill_is_refused() -> None:
     config = filled("deepspeed.train_batch_size=4")
-    args = TrainArguments.from_config(config)
+    args = config.run.args
     line = "deepspeed.train_batch_size=4 does not fit 8 data-parallel ranks: train_micro_batch_s"
     assert_refused(lambda: check_global_batch(args, to_dict(config.deepspeed), world_size=8), line)
 
@@ -140,7 +139,7 @@ def test_the_command_line_wins_over_the_other_key_of_a_file(file: Path, word: st
     key, _, text = word.partition("=")
     other = f"deepspeed.{COMMANDS[word]}={text}"
     for config in (load_config([file], [word]), load_config([file], [other])):
-        args = TrainArguments.from_config(config)
+        args = config.run.args
         assert getattr(args, key.removeprefix("args.")) == yaml.safe_load(text)
         assert key not in config.unused
         engine = OmegaConf.create(deepspeed_config(to_dict(config.deepspeed), args))
@@ -153,7 +152,7 @@ def test_in_one_file_the_deepspeed_section_wins_as_in_sat(tmp_path: Path) -> Non
     text = "args: {lr: 0.5, batch_size: 3}\ndeepspeed: {train_micro_batch_size_per_gpu: 2, "
     file.write_text(text + "optimizer: {type: AdamW, params: {lr: 0.25}}}")
     config = load_config([file])
-    args = TrainArguments.from_config(config)
+    args = config.run.args
     assert (args.lr, args.batch_size) == (0.25, 2)
     assert (
         deepspeed_config(to_dict(config.deepspeed), args)["gradient_clipping"] == 0.0
@@ -164,7 +163,7 @@ def test_in_one_file_the_deepspeed_section_wins_as_in_sat(tmp_path: Path) -> Non
     # A section that only switches the other precision off leaves args theirs.
     file.write_text("args: {bf16: true}\ndeepspeed: {fp16: {enabled: false}}")
     config = load_config([file])
-    assert TrainArguments.from_config(config).precision == "bf16" and not config.unused
+    assert config.run.args.precision == "bf16" and not config.unused
 
 
 def test_the_command_line_decides_between_two_files_that_contradict_each_other(
@@ -175,10 +174,10 @@ def test_the_command_line_decides_between_two_files_that_contradict_each_other(
     first.write_text("args: {lr: 0.5}")
     second.write_text("deepspeed: {optimizer: {type: AdamW, params: {lr: 0.25}}}")
     config = load_config([first, second], ["args.lr=0.125"])
-    assert TrainArguments.from_config(config).lr == 0.125
+    assert config.run.args.lr == 0.125
     second.write_text("deepspeed: {train_micro_batch_size_per_gpu: 2, bf16: {enabled: true}}")
     own.write_text(load_config([]).to_yaml())
-    assert TrainArguments.from_config(load_config([own, second])).batch_size == 2
+    assert load_config([own, second]).run.args.batch_size == 2
 
 
 def test_a_runs_own_file_has_what_the_run_was_given(tmp_path: Path) -> None:
@@ -189,16 +188,16 @@ def test_a_runs_own_file_has_what_the_run_was_given(tmp_path: Path) -> None:
     saved = tmp_path / "training_config.yaml"
     saved.write_text(config.to_yaml())
     again = load_config([saved])
-    assert TrainArguments.from_config(again) == TrainArguments.from_config(config)
-    assert TrainArguments.from_config(again).batch_size == 1
+    assert again.run.args == config.run.args
+    assert again.run.args.batch_size == 1
     for word in ("args.batch_size=2", "deepspeed.train_micro_batch_size_per_gpu=2"):
-        assert TrainArguments.from_config(load_config([saved], [word])).batch_size == 2
+        assert load_config([saved], [word]).run.args.batch_size == 2
 
 
 def test_weight_decay_that_nothing_sets_is_sats() -> None:
     """SAT gives FusedEmaAdam its params alone; args.weight_decay is for SAT's own DeepSpeed files."""
     optimizer = "deepspeed.optimizer={type: sat.ops.FusedEmaAdam, params: {lr: 1e-5}}"
-    decay = lambda *words: TrainArguments.from_config(filled(*words)).weight_decay
+    decay = lambda *words: filled(*words).run.args.weight_decay
     assert decay(optimizer) == 0
     assert decay(optimizer, "args.weight_decay=0.2") == 0.2
     assert decay(optimizer, "deepspeed.optimizer.params.weight_decay=auto") == 0.01

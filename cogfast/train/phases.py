@@ -13,11 +13,9 @@ import torch
 from torch import Tensor
 
 import cogfast.extensions.stores.store as store
-from cogfast.config import Config
 from cogfast.config.components import own_optimizer
-from cogfast.config.merged_config import leaves
 from cogfast.core.keys import with_origins
-from cogfast.core.values import counted
+from cogfast.core.values import counted, leaves
 from cogfast.data.batches import Batch
 from cogfast.data.global_order import GlobalOrder
 from cogfast.distributed.fused_step import order_by_blocks
@@ -31,7 +29,8 @@ from cogfast.extensions.cache.encode_choice import EncodeChoice, largest_clips
 from cogfast.extensions.elastic.elastic import fall_back, follow_world
 from cogfast.extensions.exports.export import Exporter
 from cogfast.extensions.formats.convert import OTHERS_RUN_DENSE
-from cogfast.extensions.plan.ladder import apply_checkpointing, fit_to_device
+from cogfast.extensions.plan.ladder import FIT, apply_checkpointing, changed_setup, fit_to_device
+from cogfast.extensions.plan.memory import setup_of
 from cogfast.extensions.plan.out_of_memory import MemoryWatch
 from cogfast.extensions.publish.publish import warn_of_missing_token
 from cogfast.extensions.sample.evaluate import Evaluator
@@ -63,16 +62,16 @@ from cogfast.train.checkpoint.load import load_checkpoint
 from cogfast.train.checkpoint.write import CheckpointWriter
 from cogfast.train.frozen_encoders import EncodeOverrides
 from cogfast.train.keys import TrainKeys
-from cogfast.train.optimizer import build_optimizer, parameter_groups, warn_of_rate
+from cogfast.train.optimizer import TENTH, build_optimizer, parameter_groups, warn_of_rate
 from cogfast.train.own_classes import Classes, own_classes
 from cogfast.train.preflight.attention_choice import choose_for_training
 from cogfast.train.preflight.check import check_train
 from cogfast.train.preflight.header_scan import log_pictures, record_bad, survey_datasets
 from cogfast.train.preflight.parts import (
     fit_rates,
+    warmup_of,
     warn_of_different_schedules,
     warn_of_image_scale,
-    with_warmup,
 )
 from cogfast.train.run.folder import (
     adapters_to_resume,
@@ -106,36 +105,37 @@ class Parts:
     """
 
     def __init__(
-        self, config: Config, overrides: EncodeOverrides, own: Classes, log: RunLog, held: ExitStack
+        self, run: Run, overrides: EncodeOverrides, own: Classes, log: RunLog, held: ExitStack
     ) -> None:
         """Check the configuration, start the processes, build the run, and load what it resumes from.
 
         own: classes. held: what the run holds until its log ends: the lock of its folder, uploads to a store.
         """
-        config, launch = follow_world(follow_weights(config))
-        run = Run(config)
+        run = run.with_values(*follow_weights(run.args))
+        values, launch = follow_world(run.args, run.deepspeed, run.origins)
+        run = run.with_values(values, run.args.key("elastic"))
         args = run.args
         if not args.compile:
             run_without_dynamo()
         # Before process groups and GPU memory, so that a mistake ends the run in seconds.
-        check_train(config)
+        check_train(run)
         groups = start_processes(
             args.model_parallel_size, args.context_parallel_size, args.collective_timeout, launch
         )
-        groups.check_same(leaves(plain_sections(config)))
-        if args.fit == "auto":
-            fitted = fit_to_device(run, groups)
-            if fitted is not run:
-                run, config, args = fitted, fitted.config, fitted.args
-                check_train(config)
+        groups.check_same(leaves(plain_sections(run.sections)))
+        change = partial(changed_setup, run)
+        if args.fit == "auto" and (values := fit_to_device(args, change, groups)):
+            run = run.with_values(values, FIT)
+            args = run.args
+            check_train(run)
         network, data, model = run.network, run.data_arguments, run.model
         diffusion = assemble_diffusion(run.denoiser, run.loss, run.sampler)
         if groups.is_main:
-            log_unused(config)
+            log_unused(run.unused, run.sections["args"], run.origins)
             warn_of_missing_token(args)
             warn_of_different_schedules(diffusion)
             warn_of_pipeline_positions(data, network.config)
-            warn_of_image_scale(run)
+            warn_of_image_scale(model, args.load, network.config)
         if args.deterministic:
             torch.use_deterministic_algorithms(True)
 
@@ -153,8 +153,8 @@ class Parts:
         order = assemble_order(datasets.train, args.seed, global_batch)
         num_steps = args.train_iters if args.epochs is None else order.num_steps(args.epochs)
         assert num_steps is not None, "from_config sets a default"
-        args, learning_rate = fit_rates(config.origins, args, num_steps)
-        config = with_warmup(config, args)
+        args, learning_rate = fit_rates(run.origins, args, num_steps)
+        run = run.with_values(warmup_of(args, run.args), TENTH)
         if groups.is_main:
             log_pictures(datasets.train, order)
             warn_of_rate(args, num_steps, run.deepspeed.get("optimizer") or {})
@@ -167,9 +167,11 @@ class Parts:
                 step, args = _take_adapters(name_of(adapters), args, groups)
         if checkpoint is not None:
             manifest = groups.on_main(partial(read_manifest, checkpoint, RESUMABLE))
-            args, learning_rate = fit_rates(config.origins, args, num_steps, manifest)
-            config = with_warmup(config, args)
-            groups.on_main(partial(check_changes, checkpoint, manifest, config, global_batch, own))
+            args, learning_rate = fit_rates(run.origins, args, num_steps, manifest)
+            run = run.with_values(warmup_of(args, run.args), TENTH)
+            groups.on_main(
+                partial(check_changes, checkpoint, manifest, run.sections, global_batch, own)
+            )
             step = manifest["step"]
             if groups.is_main and step > num_steps:
                 text = "the checkpoint is at step %d, and the run ends at step %d: nothing is left to train; "
@@ -178,7 +180,7 @@ class Parts:
         local = folder if groups.local_rank == 0 else Path()
         self.uploads = Uploads(local, check_owner, groups.is_main)
         held.callback(self.uploads.close)
-        about = (checkpoint, manifest, config, groups.world_size, own)
+        about = (checkpoint, manifest, run.sections, run.origins, groups.world_size, own)
         groups.on_main(partial(describe_run, folder, *about))
         if groups.is_main:
             log.open(folder)
@@ -204,7 +206,9 @@ class Parts:
         transformer.use_kernels(choose_kernels(args.kernels, backend))
         clips = largest_clips(args, data, network.config, model.en_and_decode_n_samples_a_time)
         encode_choice = EncodeChoice(clips, args, groups, way, datasets.train)
-        encoder = assemble_encoder(run, args, transformer, groups, encode_choice, overrides)
+        encoder = assemble_encoder(
+            run.frozen, model, args, transformer, groups, encode_choice, overrides, run.tensors
+        )
         num_trained, gradient_check = count_trained(transformer), GradientCheck(transformer)
         settings, timeout_s = deepspeed_config(run.deepspeed, args), args.collective_timeout
         section, zero = run.deepspeed.get("optimizer") or {}, settings["zero_optimization"]
@@ -212,9 +216,11 @@ class Parts:
         made = parameter_groups(transformer, args.weight_decay, args.optimizer_moments, is_muon)
         made = order_by_blocks(made, transformer, zero, groups.world_size // groups.tensor_size)
         state = args.optimizer_moments, args.ema_device, args.lr
-        optimizer = build_optimizer(section, made, args.kernels, config.allow_import, *state)
+        optimizer = build_optimizer(section, made, args.kernels, run.allow_import, *state)
         # Before ZeRO-3 divides the parameters.
-        memory = MemoryWatch(run, args, groups, self.how_to_resume)
+        setup = partial(setup_of, run, args, groups.world_size)
+        more = partial(changed_setup, run), groups, self.how_to_resume
+        memory = MemoryWatch(args, setup, *more)
         memory.attention = backend
         mpu = None if groups.tensor is None else ModelParallelUnit(groups)
         # Last, because DeepSpeed copies the loaded weights into its flat partitions.
@@ -234,7 +240,7 @@ class Parts:
             # A run that ends before its first step need not save this one again.
             writer.resume(checkpoint, step)
             logger.info("resumed %s at step %d", name_of(checkpoint), step)
-        self.run, self.config, self.args, self.groups, self.log = run, config, args, groups, log
+        self.run, self.args, self.groups, self.log = run, args, groups, log
         self.folder, self.held, self.step, self.num_steps = folder, held, step, num_steps
         self.global_batch, self.num_trained = global_batch, num_trained
         self.attention_backend = backend
@@ -254,10 +260,13 @@ class Parts:
         url = name_of(unsent)
         copy = _COPIES.get(url.partition("://")[0], "copy") + f" {unsent} {url}"
         where = " on each machine" if self.groups.world_size > 1 else ""
-        resume = resume_words(self.config, url)
+        resume = self._resume_words(url)
         return (
             f"{url} is not in the store; run `{copy}`{where}, then the same command with {resume}"
         )
+
+    def _resume_words(self, folder: str) -> str:
+        return resume_words(self.run.args, self.run.origins, folder)
 
     def how_to_resume(self) -> str:
         """Describe the last checkpoint and the command that resumes from it."""
@@ -265,9 +274,7 @@ class Parts:
         if self.how_to_upload():
             return f"its files are in {self.writer.unsent}, but not in the store; the log says how to upload them"
         if path is None:
-            how = (
-                "" if self.args.run_folder is None else f" with {resume_words(self.config, 'auto')}"
-            )
+            how = "" if self.args.run_folder is None else f" with {self._resume_words('auto')}"
             return (
                 f"nothing is saved in {name_of(folder)}; run the same command{how} to start again"
             )
@@ -275,24 +282,24 @@ class Parts:
         is_own = run_of(path).absolute() == folder.absolute()
         if self.args.elastic != "off":
             return f"the last checkpoint is {name_of(path)}; torchrun, or the same command, resumes from it"
-        resume = resume_words(self.config, name_of(folder if is_own else path))
+        resume = self._resume_words(name_of(folder if is_own else path))
         return (
             f"the last checkpoint is {name_of(path)}; run the same command with {resume} to resume"
         )
 
 
-def assemble(config: Config, overrides: EncodeOverrides, kind: type) -> Parts:
+def assemble(run: Run, overrides: EncodeOverrides, kind: type) -> Parts:
     """Build a run of this kind of trainer. Its log ends with the error if that fails."""
     log, held = RunLog(), ExitStack()
-    own = own_classes(plain_sections(config), config.allow_import, kind)
+    own = own_classes(run.sections, run.allow_import, kind)
     try:
-        with with_origins(config.origins):
-            return Parts(config, overrides, own, log, held)
+        with with_origins(run.origins):
+            return Parts(run, overrides, own, log, held)
     except BaseException as error:
         log.end(error)
         held.close()
-        if isinstance(error, DamagedRun) and config.args.get("elastic", "off") != "off":
-            fall_back(error, config.args.get("resume"))
+        if isinstance(error, DamagedRun) and run.args.elastic != "off":
+            fall_back(error, run.args.resume)
         raise
 
 

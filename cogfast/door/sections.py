@@ -7,7 +7,6 @@ from typing import Annotated, Any, Literal, get_type_hints
 
 from annotated_types import Len, MaxLen
 
-from cogfast.config.arguments import ModelArguments, TrainArguments
 from cogfast.config.components import (
     OWN_OPTIMIZERS,
     check_component,
@@ -16,19 +15,8 @@ from cogfast.config.components import (
     is_component,
     own_targets,
 )
-from cogfast.config.deepspeed_keys import (
-    FOLDED,
-    LOSS_SCALING,
-    REFUSED_DEEPSPEED,
-    DeepSpeedSection,
-    check_own_sections,
-    prepare,
-    take,
-)
-from cogfast.config.merged_config import SECTIONS
 from cogfast.config.sat_classes import NETWORKS
-from cogfast.config.sat_network import NETWORK_KEY, fold_lora
-from cogfast.config.sat_unused import UNUSED
+from cogfast.config.sat_keys import KEYS, InPlaceOf, Only, Refused, Same, Unused, rules, take
 from cogfast.core.keys import COMMAND_LINE, DEFAULT, Keys, Share, find_origin
 from cogfast.core.values import (
     KeyProblem,
@@ -42,6 +30,14 @@ from cogfast.core.values import (
     unknown_key,
     validated,
 )
+from cogfast.door.deepspeed_keys import (
+    DeepSpeedSection,
+    check_own_sections,
+    prepare,
+)
+from cogfast.door.lora_keys import fold_lora
+from cogfast.door.merged_config import SECTIONS
+from cogfast.train.keys import ModelKeys, TrainKeys
 
 COMPONENTS = (
     "network_config",
@@ -51,39 +47,6 @@ COMPONENTS = (
     "first_stage_config",
     "conditioner_config",
 )
-# key -> (legal values, what to do instead of setting another)
-ONLY: dict[str, tuple[tuple[object, ...], str]] = {
-    "model.compile_model": ((False, None), "use args.compile=true, which compiles each block"),
-    "model.use_pd": ((False, None), "progressive distillation is not in this version; use false"),
-    "model.lr_scale": ((None,), "super-resolution input is not in this version; remove it"),
-    "model.network_wrapper": (
-        (None, "sgm.modules.diffusionmodules.wrappers.OpenAIWrapper"),
-        "the network is called directly; remove it",
-    ),
-    "args.sdedit": ((False,), "SAT's code does not read it; use false"),
-    "args.iterable_dataset": ((False,), "data sets are read by index; use false"),
-    "args.trusted_cache": ((None,), "caches of other trainers are not read; use cogfast cache"),
-    "args.deepspeed_config": ((None,), "put its contents into the deepspeed section of a file"),
-}
-_RECOMPUTE = "args.checkpoint_activations", f"{NETWORK_KEY}.transformer_args.checkpoint_activations"
-_SAMPLES = ("batch_size", "gradient_accumulation_steps", "train_micro_batch_size_per_gpu")
-# Key that counts in place of others wherever it is set -> the others. FOLDED and LoRA's short names, which
-# set the same value, have rules of their own.
-_IN_PLACE_OF = {
-    "args.train_iters": ("args.epochs",),
-    "args.epochs": ("args.train_iters",),
-    "args.warmup_steps": ("args.warmup",),
-    "args.activation_checkpointing": _RECOMPUTE,
-    "args.checkpoint_activations": _RECOMPUTE[1:],
-    "args.run_folder": ("args.save",),
-    "args.valid_data": ("args.split",),
-    "args.eval_prompts": ("args.eval_prompt_file",),
-    "args.eval_prompt_file": ("args.eval_prompts",),
-    "model.lora_train": ("model.not_trainable_prefixes",),
-    "deepspeed.train_batch_size": [f"{s}.{n}" for s in ("args", "deepspeed") for n in _SAMPLES],
-    "deepspeed.zero_optimization.offload_optimizer": ("deepspeed.zero_optimization.cpu_offload",),
-    **{f"deepspeed.fp16.{name}": (f"deepspeed.{name}",) for name in LOSS_SCALING},
-}
 
 
 class _ConditionerParams(Model):
@@ -121,7 +84,7 @@ def complete_sections(config: dict[str, Any], origins: dict[str, str]) -> None:
     params = optimizer.get("params") or {} if isinstance(optimizer, dict) else None
     has_no_decay = isinstance(params, dict) and "weight_decay" not in params
     prepare(deepspeed, origins)
-    for name, schema in (("model", ModelArguments), ("args", TrainArguments)):
+    for name, schema in (("model", ModelKeys), ("args", TrainKeys)):
         section = config.setdefault(name, {})
         for key, value in schema().model_dump().items():
             if key not in section:
@@ -141,8 +104,8 @@ def complete_sections(config: dict[str, Any], origins: dict[str, str]) -> None:
 
 def _remove_overruled(config: dict[str, Any], origins: dict[str, str]) -> None:
     """Remove the keys of files that would count in place of a key of the command line."""
-    for key, others in _IN_PLACE_OF.items():
-        found = [name for name in (key, *others) if select(config, name) is not None]
+    for key, rule in rules(InPlaceOf).items():
+        found = [name for name in (key, *rule.keys) if select(config, name) is not None]
         is_word = {name: find_origin(origins, name) == COMMAND_LINE for name in found}
         if not is_word.pop(key, True) and any(is_word.values()):
             take(config, key.split("."))
@@ -165,8 +128,8 @@ def check_sections(
 ) -> dict[str, str]:
     """Check every key and value. Return accepted keys without effect, with the reasons."""
     unused = _leave_out_training(config) if is_sampled else {}
-    _check_section(config["args"], TrainArguments, "args", unused, ())
-    _check_section(config["model"], ModelArguments, "model", unused, COMPONENTS)
+    _check_section(config["args"], TrainKeys, "args", unused, ())
+    _check_section(config["model"], ModelKeys, "model", unused, COMPONENTS)
     for name in COMPONENTS:
         node, where = config["model"].get(name), f"model.{name}"
         if node is None:
@@ -202,7 +165,7 @@ def _require_text_keys(node: object, where: str) -> None:
 
 def _unknown_section(name: str) -> KeyProblem:
     problem = unknown_key("", str(name), SECTIONS)
-    for section, schema in (("args", TrainArguments), ("model", ModelArguments)):
+    for section, schema in (("args", TrainKeys), ("model", ModelKeys)):
         if name in schema.model_fields:
             return KeyProblem(str(name), f"unknown key {name}; did you mean {section}.{name}?")
     return problem
@@ -216,22 +179,23 @@ def _check_section(
     components: tuple[str, ...],
 ) -> None:
     names = [*schema.model_fields]
-    silent = [key.partition(".")[2] for key in UNUSED if key.startswith(f"{where}.")]
-    single = [key.partition(".")[2] for key in ONLY if key.startswith(f"{where}.")]
+    others = [*rules(Unused, where), *rules(Only, where)]
     for name, value in section.items():
         key = join(where, name)
         if name in names:
             continue
-        if key in ONLY:
-            allowed, fix = ONLY[key]
-            if value not in allowed:
-                raise KeyProblem(key, f"{key}={show(value)}: {fix}")
-        elif key in UNUSED:
-            unused[key] = UNUSED[key]
+        rule = KEYS.get(key)
+        if isinstance(rule, Only):
+            if value not in rule.values:
+                raise KeyProblem(key, f"{key}={show(value)}: {rule.fix}")
+        elif isinstance(rule, Unused):
+            unused[key] = rule.why
         elif name not in components:
             if where == "args" and data_set_with(str(name), key):
                 raise KeyProblem(key, f"unknown key {key}; did you mean data.params.{name}?")
-            raise unknown_key(where, str(name), [*names, *silent, *single, *components])
+            raise unknown_key(
+                where, str(name), [*names, *(k.partition(".")[2] for k in others), *components]
+            )
     validated({k: v for k, v in section.items() if k in names}, schema, where)
 
 
@@ -259,19 +223,19 @@ def _check_deepspeed(
 ) -> None:
     where = "deepspeed"
     for name in section:
-        if name in REFUSED_DEEPSPEED:
-            key = join(where, name)
-            raise KeyProblem(key, f"{key}: {REFUSED_DEEPSPEED[name]}")
+        key = join(where, name)
+        if isinstance(rule := KEYS.get(key), Refused):
+            raise KeyProblem(key, f"{key}: {rule.fix}")
     # A key of args has the type and the range of both.
-    kinds = get_type_hints(TrainArguments, include_extras=True)
-    for inner, name in FOLDED.items():
-        value = select(section, inner)
+    kinds = get_type_hints(TrainKeys, include_extras=True)
+    for key, same in rules(Same, where).items():
+        value = select(section, key.partition(".")[2])
         if value is not None:
-            validated(value, kinds[name], join(where, inner))
+            validated(value, kinds[same.key.partition(".")[2]], key)
     validated(section, DeepSpeedSection, where)
-    for key, reason in UNUSED.items():
-        if key.startswith(f"{where}.") and select(section, key.partition(".")[2]) is not None:
-            unused[key] = reason
+    for key, silent in rules(Unused, where).items():
+        if select(section, key.partition(".")[2]) is not None:
+            unused[key] = silent.why
     check_own_sections(section)
     if section.get("optimizer"):
         _check_optimizer(section["optimizer"], allow_import, unused)

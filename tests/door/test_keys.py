@@ -6,10 +6,9 @@ from typing import Annotated
 
 import pytest
 
-from cogfast.config.arguments import GROUPS, TrainArguments
 from cogfast.core.keys import After, Keys, Share, names_origins, ordered, with_origins
 from cogfast.extensions.table import ExtensionKeys
-from cogfast.train.keys import RateKeys, TrainKeys
+from cogfast.train.keys import GROUPS, RateKeys, TrainKeys
 from tests.support.refusals import assert_refused
 
 
@@ -80,6 +79,6 @@ def test_an_error_of_a_key_begins_with_its_origin() -> None:
 
 def test_args_are_the_union_of_all_rooms() -> None:
     assert {*RateKeys.model_fields, *ExtensionKeys.model_fields} < {*TrainKeys.model_fields}
-    assert list(TrainArguments.model_fields) == list(TrainKeys.model_fields)
+    assert list(TrainKeys.model_fields) == list(TrainKeys.model_fields)
     assert next(iter(TrainKeys.model_fields)) == next(iter(GROUPS))
     assert not [name for name, field in TrainKeys.model_fields.items() if not field.description]

@@ -8,10 +8,11 @@ from typing import Annotated, Any, Literal, get_args
 
 from pydantic import BaseModel, ValidationError
 
-from cogfast.config.arguments import TrainArguments
-from cogfast.config.merged_config import move_origin
+from cogfast.config.sat_keys import LOSS_SCALING, take_moved
 from cogfast.core.keys import DEFAULT, Batch, find_origin, level
 from cogfast.core.values import KeyProblem, Model, Range, join, problem_of, show
+from cogfast.door.merged_config import move_origin
+from cogfast.train.keys import TrainKeys
 
 
 class DataTypes(Model):
@@ -74,33 +75,8 @@ class DeepSpeedSection(Model):
     """log the time of each phase of a step"""
 
 
-# Top-level keys of DeepSpeed that have another key or a file in their place
-REFUSED_DEEPSPEED: dict[str, str] = {
-    "amp": "apex mixed precision is not used; enable bf16 or fp16",
-    "torch_autocast": "bf16 and fp16 set the precision; enable one of them",
-    "tensorboard": "TensorBoard logs are always written to the run folder; remove it",
-    "wandb": "set args.wandb=true",
-    "csv_monitor": "metrics are always written to metrics.jsonl in the run folder; remove it",
-    "tensor_parallel": "set args.model_parallel_size",
-    "checkpoint": "DeepSpeed does not write the checkpoints; use args.save_interval and keep_last",
-    "flops_profiler": "the log has TFLOP/s; remove it, or set args.profiling",
-}
-# Key of the section -> key of args in which its value is kept. args.mode=inference has no use for
-# the first two: there args.batch_size is the number of videos per prompt.
-FOLDED = {
-    "train_micro_batch_size_per_gpu": "batch_size",
-    "gradient_accumulation_steps": "gradient_accumulation_steps",
-    "bf16.enabled": "bf16",
-    "fp16.enabled": "fp16",
-    "zero_optimization.stage": "zero_stage",
-    "optimizer.params.lr": "lr",
-    "optimizer.params.weight_decay": "weight_decay",
-}
-_OF_TRAINING = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 _AUTO = "auto"
 _OFFLOADING = ("cpu_offload", "offload_optimizer.device")
-# SAT's sft.yaml puts these at the top of the section, but DeepSpeed reads them in fp16.
-LOSS_SCALING = ("loss_scale", "loss_scale_window", "hysteresis", "min_loss_scale")
 
 
 def prepare(section: dict[str, Any], origins: dict[str, str]) -> None:
@@ -151,28 +127,21 @@ def _remove_auto(node: dict[str, Any], where: str, origins: dict[str, str]) -> N
 def fold(
     config: dict[str, Any], origins: dict[str, str], files: Sequence[str] = ()
 ) -> dict[str, str]:
-    """Move the values of FOLDED from the deepspeed section to args. Updates config and origins.
+    """Move the values that are the same as keys of args from the deepspeed section to args. Updates config and origins.
 
     The command line wins over files. In one file the deepspeed section wins, as in SAT; two files, or
     two words of the command line, must not contradict each other. files: their names as origins, in
     the order of merging. Returns the keys of args that a file sets in vain, with the reason.
     """
-    args, section = config["args"], config.get("deepspeed") or {}
-    found: dict[str, tuple[Any, str]] = {}  # key of the section -> (value, its origin)
-    for key in FOLDED:
-        if args["mode"] == "inference" and key in _OF_TRAINING:
-            continue
-        value = take(section, key.split("."))
-        if value is not None:
-            found[key] = (value, find_origin(origins, f"deepspeed.{key}"))
-            origins.pop(f"deepspeed.{key}", None)
-    for key, rival in (("bf16.enabled", "fp16.enabled"), ("fp16.enabled", "bf16.enabled")):
-        # A section that has one precision switches the other one off.
-        if found.get(rival, (False,))[0] and key not in found:
-            found[key] = (False, found[rival][1])
-    unused, defaults = {}, TrainArguments()
-    for inner, (value, there) in found.items():
-        name, other = FOLDED[inner], f"deepspeed.{inner}"
+    args = config["args"]
+    found = [
+        (name, value, other, find_origin(origins, source))
+        for name, (value, other, source) in take_moved(config).items()
+    ]
+    for _, _, other, _ in found:
+        origins.pop(other, None)
+    unused, defaults = {}, TrainKeys()
+    for name, value, other, there in found:
         key, before = f"args.{name}", args[name]
         here = origins.get(key, DEFAULT)
         if value == before or level(here) > level(there):
@@ -194,19 +163,6 @@ def fold(
         if args[name] and args[rival] and level(here) > level(there):
             args[rival], origins[f"args.{rival}"] = False, here
     return unused
-
-
-def take(node: Any, path: list[str]) -> Any:
-    """Remove a value from nested mappings, and the mappings that are empty then; None without one."""
-    name, *inner = path
-    if not isinstance(node, dict) or name not in node:
-        return None
-    if not inner:
-        return node.pop(name)
-    value = take(node[name], inner)
-    if node[name] == {}:
-        del node[name]
-    return value
 
 
 def check_own_sections(section: Mapping[str, Any]) -> None:

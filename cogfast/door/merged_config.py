@@ -5,13 +5,18 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any
 
 import yaml
 from omegaconf import DictConfig, OmegaConf
 
+from cogfast.config.yaml_files import to_dict
 from cogfast.core.addresses import hint, shown
-from cogfast.core.keys import find_origin
+from cogfast.core.keys import Settings, find_origin, with_origins
+from cogfast.core.values import leaves, put
+
+if TYPE_CHECKING:
+    from cogfast.train.run.opened import Run
 
 SECTIONS = ("model", "data", "args", "deepspeed")
 
@@ -35,6 +40,37 @@ class Config:
     def to_yaml(self) -> str:
         """Return all sections as YAML; loading it gives the same values."""
         return OmegaConf.to_yaml(to_dicts(self))
+
+    @property
+    def run(self) -> Run:
+        """The run that the sections describe, each in its type; classes of components are imported."""
+        from cogfast.door.run import open_run
+
+        return open_run(to_dicts(self), self.origins, self.unused, self.allow_import)
+
+    def with_values(self, values: Settings) -> Config:
+        """Return the configuration with {dotted key: (value, origin)}, which are not checked again.
+
+        The origin None leaves the origins as they are.
+        """
+        if not values:
+            return self
+        sections, origins = to_dicts(self), dict(self.origins)
+        for key, (value, origin) in values.items():
+            put(sections, key, value)
+            if origin is not None:
+                for name in [name for name in origins if f"{name}.".startswith(f"{key}.")]:
+                    del origins[name]
+                origins |= dict.fromkeys(leaves(value, key), origin)
+        made = {name: OmegaConf.create(section) for name, section in sections.items()}
+        return replace(self, **made, origins=origins)
+
+    def filled(
+        self, find: Callable[[dict[str, dict[str, Any]], Mapping[str, str]], Settings]
+    ) -> Config:
+        """Return the configuration with the settings that `find` returns for plain sections and origins."""
+        with with_origins(self.origins):
+            return self.with_values(find(to_dicts(self), self.origins))
 
     def describe(self, complete: Callable[..., Any] = lambda node, *_: node) -> str:
         """Return YAML with the origin of each value as a comment (`--dry-run`); complete: with_defaults."""
@@ -66,12 +102,6 @@ class Config:
                 yield f"{key}: {_flow(value)}", find_origin(self.origins, ".".join(here))
 
 
-def to_dict(section: DictConfig) -> dict[str, Any]:
-    """Return a section as dicts, lists and plain values, with interpolations resolved."""
-    # A cast: OmegaConf types the result as whatever any of its nodes can hold.
-    return cast(dict[str, Any], OmegaConf.to_container(section, resolve=True))
-
-
 def to_dicts(config: Config) -> dict[str, dict[str, Any]]:
     """Return all sections, by name."""
     return {name: to_dict(section) for name, section in config.sections().items()}
@@ -89,16 +119,3 @@ def _flow(value: object) -> str:
         plain = yaml.safe_dump(value, width=10**6).removesuffix("\n").removesuffix("\n...")
         return plain if "\n" not in plain else json.dumps(value)
     return yaml.safe_dump(value, default_flow_style=True, width=10**6).strip().removesuffix("\n...")
-
-
-def leaves(node: object, key: str = "") -> dict[str, object]:
-    """Return {dotted key: value} of plain sections. A list of mappings is taken item by item, another
-    list is one value."""
-    if isinstance(node, list) and any(isinstance(item, dict) for item in node):
-        node = dict(enumerate(node))
-    if not isinstance(node, dict):
-        return {key: node}
-    found: dict[str, object] = {}
-    for name, inner in node.items():
-        found |= leaves(inner, f"{key}.{name}" if key else str(name))
-    return found

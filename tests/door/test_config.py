@@ -10,10 +10,9 @@ from omegaconf import OmegaConf
 from safetensors.torch import load_file
 
 from cogfast.config import Config, instantiate, load_config, resolve
-from cogfast.config.arguments import TrainArguments
 from cogfast.config.components import with_defaults
-from cogfast.config.deepspeed_keys import FOLDED
-from cogfast.config.load import CONFIGS
+from cogfast.config.sat_keys import Same, rules
+from cogfast.config.yaml_files import CONFIGS
 from cogfast.diffusion.guidance import StaticThresholding, VanillaCFG
 from tests.support.refusals import assert_refused, refusals
 
@@ -47,6 +46,7 @@ def test_upstreams_files_load_unchanged(sat_configs, model, second):
     files = [sat_configs / f"{model}.yaml", sat_configs / f"{second}.yaml"]
     config = load_config(files)
     loaded = leaves(values(config))
+    moves = rules(Same, "deepspeed")
     moved = ("loss_scale", "loss_scale_window", "hysteresis", "min_loss_scale")
     for file in files:
         for key, value in leaves(yaml.safe_load(file.read_text())).items():
@@ -56,8 +56,7 @@ def test_upstreams_files_load_unchanged(sat_configs, model, second):
                 continue
             if section == "deepspeed" and name in moved:
                 key = f"deepspeed.fp16.{name}"
-            inner = key.removeprefix("deepspeed.")
-            key = f"args.{FOLDED[inner]}" if inner in FOLDED else key
+            key = moves[key].key if key in moves else key
             # yaml reads 1e-8 as text, which is why SAT's files go through OmegaConf
             expected = float(value) if isinstance(value, str) and value.startswith("1e-") else value
             assert loaded[key] == expected, key
@@ -174,20 +173,20 @@ def test_cpu_offload_becomes_what_deepspeed_replaced_it_by(tmp_path):
 
 def test_deepspeed_section_sets_args(sat_configs):
     config = load_config([sat_configs / "cogvideox_2b.yaml", sat_configs / "sft.yaml"])
-    args = TrainArguments.from_config(config)
+    args = config.run.args
     assert (args.batch_size, args.gradient_accumulation_steps, args.zero_stage) == (2, 1, 2)
     assert (args.lr, args.weight_decay, args.precision) == (1e-5, 1e-4, "bf16")
     assert (args.train_iters, args.eval_interval) == (1000, 100)
     assert args.experiment_name == "lora-disney"
-    alone = TrainArguments.from_config(load_config([], ["args.batch_size=9", "args.fp16=true"]))
+    alone = load_config([], ["args.batch_size=9", "args.fp16=true"]).run.args
     assert (alone.batch_size, alone.precision, alone.train_iters) == (9, "fp16", 10000)
-    by_epochs = TrainArguments.from_config(load_config([], ["args.epochs=3"]))
+    by_epochs = load_config([], ["args.epochs=3"]).run.args
     assert (by_epochs.train_iters, by_epochs.epochs) == (None, 3)
 
 
 def test_sampling_reads_its_own_batch_size_and_precision(sat_configs):
     files = [sat_configs / "cogvideox1.5_5b.yaml", sat_configs / "inference.yaml"]
-    args = TrainArguments.from_config(load_config(files))
+    args = load_config(files).run.args
     assert (args.mode, args.batch_size, args.precision) == ("inference", 1, "bf16")
     assert (args.sampling_image_size, args.sampling_num_frames) == ([768, 1360], 22)
 

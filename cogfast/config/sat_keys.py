@@ -1,0 +1,304 @@
+"""SAT's and DeepSpeed's keys that cogfast does not read where they stand: the one table of what becomes of each."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from cogfast.core.keys import COMMAND_LINE, DEFAULT
+from cogfast.core.values import show
+
+
+@dataclass(frozen=True, slots=True)
+class Same:
+    """The value is kept under another key."""
+
+    key: str
+
+
+@dataclass(frozen=True, slots=True)
+class InPlaceOf:
+    """Wherever the key is set, it counts in place of others."""
+
+    keys: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Only:
+    """Some values are legal. fix: what to do instead of setting another."""
+
+    values: tuple[object, ...]
+    fix: str
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """Something else has its place."""
+
+    fix: str
+
+
+@dataclass(frozen=True, slots=True)
+class Unused:
+    """The key is accepted and has no effect."""
+
+    why: str
+
+
+Rule = TypeVar("Rule", Same, InPlaceOf, Only, Refused, Unused)
+
+NETWORK_KEY = "model.network_config.params"
+LORA_KEY = f"{NETWORK_KEY}.modules.lora_config.params"
+_DECIDED_HERE = "the device and the launch decide this"
+_RNG = "random draws are functions of seed, step and sample, so there is no state to keep"
+_ONE_TABLE = "the merged configuration is always saved as training_config.yaml"
+_NOT_SAT_NETWORK = "a setting of SAT's other models; CogVideoX's network does not read it"
+_SAMPLERS = ("VPSDEDPMPP2MSampler", "VPODEDPMPP2MSampler", "VideoDDIMSampler")
+_VAE_FROZEN = "the autoencoder is frozen"
+_TORCH_CHECKPOINTING = "activations are checkpointed by torch, per block"
+
+_VAE_TRAINING = (
+    "loss_config ema_decay monitor input_key optimizer_config lr_g_factor trainable_ae_params "
+    "ae_optimizer_args disc_start_iter trainable_disc_params disc_optimizer_args diff_boost_factor "
+    "image_video_weights only_train_decoder additional_decode_keys"
+)
+
+_RECOMPUTE = "args.checkpoint_activations", f"{NETWORK_KEY}.transformer_args.checkpoint_activations"
+_SAMPLES = ("batch_size", "gradient_accumulation_steps", "train_micro_batch_size_per_gpu")
+# SAT's sft.yaml puts these at the top of the section, but DeepSpeed reads them in fp16.
+LOSS_SCALING = ("loss_scale", "loss_scale_window", "hysteresis", "min_loss_scale")
+
+# "section.key" or "SatClass.param" -> what becomes of it
+KEYS: dict[str, Same | InPlaceOf | Only | Refused | Unused] = {
+    "deepspeed.train_micro_batch_size_per_gpu": Same("args.batch_size"),
+    "deepspeed.gradient_accumulation_steps": Same("args.gradient_accumulation_steps"),
+    "deepspeed.bf16.enabled": Same("args.bf16"),
+    "deepspeed.fp16.enabled": Same("args.fp16"),
+    "deepspeed.zero_optimization.stage": Same("args.zero_stage"),
+    "deepspeed.optimizer.params.lr": Same("args.lr"),
+    "deepspeed.optimizer.params.weight_decay": Same("args.weight_decay"),
+    "args.lora_rank": Same(f"{LORA_KEY}.r"),
+    "args.lora_alpha": Same(f"{LORA_KEY}.lora_alpha"),
+    "args.lora_modules": Same(f"{LORA_KEY}.target_modules"),
+    "args.train_iters": InPlaceOf(("args.epochs",)),
+    "args.epochs": InPlaceOf(("args.train_iters",)),
+    "args.warmup_steps": InPlaceOf(("args.warmup",)),
+    "args.activation_checkpointing": InPlaceOf(_RECOMPUTE),
+    "args.checkpoint_activations": InPlaceOf(_RECOMPUTE[1:]),
+    "args.run_folder": InPlaceOf(("args.save",)),
+    "args.valid_data": InPlaceOf(("args.split",)),
+    "args.eval_prompts": InPlaceOf(("args.eval_prompt_file",)),
+    "args.eval_prompt_file": InPlaceOf(("args.eval_prompts",)),
+    "model.lora_train": InPlaceOf(("model.not_trainable_prefixes",)),
+    "deepspeed.train_batch_size": InPlaceOf(
+        tuple(f"{section}.{name}" for section in ("args", "deepspeed") for name in _SAMPLES)
+    ),
+    "deepspeed.zero_optimization.offload_optimizer": InPlaceOf(
+        ("deepspeed.zero_optimization.cpu_offload",)
+    ),
+    **{f"deepspeed.fp16.{name}": InPlaceOf((f"deepspeed.{name}",)) for name in LOSS_SCALING},
+    "model.compile_model": Only((False, None), "use args.compile=true, which compiles each block"),
+    "model.use_pd": Only(
+        (False, None), "progressive distillation is not in this version; use false"
+    ),
+    "model.lr_scale": Only((None,), "super-resolution input is not in this version; remove it"),
+    "model.network_wrapper": Only(
+        (None, "sgm.modules.diffusionmodules.wrappers.OpenAIWrapper"),
+        "the network is called directly; remove it",
+    ),
+    "args.sdedit": Only((False,), "SAT's code does not read it; use false"),
+    "args.iterable_dataset": Only((False,), "data sets are read by index; use false"),
+    "args.trusted_cache": Only((None,), "caches of other trainers are not read; use cogfast cache"),
+    "args.deepspeed_config": Only((None,), "put its contents into the deepspeed section of a file"),
+    "deepspeed.amp": Refused("apex mixed precision is not used; enable bf16 or fp16"),
+    "deepspeed.torch_autocast": Refused("bf16 and fp16 set the precision; enable one of them"),
+    "deepspeed.tensorboard": Refused(
+        "TensorBoard logs are always written to the run folder; remove it"
+    ),
+    "deepspeed.wandb": Refused("set args.wandb=true"),
+    "deepspeed.csv_monitor": Refused(
+        "metrics are always written to metrics.jsonl in the run folder; remove it"
+    ),
+    "deepspeed.tensor_parallel": Refused("set args.model_parallel_size"),
+    "deepspeed.checkpoint": Refused(
+        "DeepSpeed does not write the checkpoints; use args.save_interval and keep_last"
+    ),
+    "deepspeed.flops_profiler": Refused("the log has TFLOP/s; remove it, or set args.profiling"),
+    "args.no_load_rng": Unused(_RNG),
+    "args.no_save_rng": Unused(_RNG),
+    "args.resume_dataloader": Unused("a resumed run always continues at its position in the data"),
+    "args.device": Unused(_DECIDED_HERE),
+    "args.local_rank": Unused(_DECIDED_HERE),
+    "args.deepspeed": Unused("training always goes through DeepSpeed"),
+    "args.distributed_backend": Unused("nccl on GPUs, gloo on CPUs"),
+    "args.image2video": Unused("a prompt@@image line gives an image, regardless of this key"),
+    "args.debug": Unused("SAT's code does not read it"),
+    "args.log_image": Unused("SAT's code does not read it"),
+    "args.force_pretrain": Unused("SAT's code does not read it"),
+    "args.final_size": Unused("SAT's code does not read it"),
+    "args.grid_num_rows": Unused("SAT's code does not read it"),
+    "args.lcm_steps": Unused("SAT's code does not read it"),
+    "args.input_dir": Unused("SAT's code does not read it"),
+    "args.block_size": Unused(
+        "samples are decoded when they are needed; nothing is kept in blocks"
+    ),
+    "args.save_args": Unused(_ONE_TABLE),
+    "args.summary_dir": Unused("TensorBoard's files are in the run folder"),
+    "args.latent_channels": Unused("the network's out_channels decides this"),
+    "args.test_data": Unused("there is no test phase; put the folders into valid_data"),
+    "args.iterable_dataset_eval": Unused("data sets are read by index"),
+    "args.batch_from_same_dataset": Unused("data sets are read by index, mixed in every batch"),
+    "args.checkpoint_num_layers": Unused(_TORCH_CHECKPOINTING),
+    "args.checkpoint_skip_layers": Unused(_TORCH_CHECKPOINTING),
+    "model.log_keys": Unused("captions are written beside every sample"),
+    "model.disable_first_stage_autocast": Unused(
+        "the first stage runs in its own dtype, without autocast"
+    ),
+    "model.augmentation_dropout": Unused("SAT's code does not read it"),
+    "model.no_cond_log": Unused("captions are written beside every sample"),
+    "deepspeed.activation_checkpointing": Unused(_TORCH_CHECKPOINTING),
+    "deepspeed.scheduler": Unused(
+        "args.lr_schedule, lr_decay_style and warmup set the learning rate"
+    ),
+    "deepspeed.zero_optimization.load_from_fp32_weights": Unused(
+        "checkpoints hold the exact fp32 weights"
+    ),
+    "DiffusionTransformer.adm_in_channels": Unused(
+        "read only with num_classes, which no CogVideoX has"
+    ),
+    "DiffusionTransformer.parallel_output": Unused(_NOT_SAT_NETWORK),
+    "DiffusionTransformer.zero_init_y_embed": Unused(_NOT_SAT_NETWORK),
+    "DiffusionTransformer.dtype": Unused("the precision comes from the deepspeed section"),
+    "transformer_args.vocab_size": Unused(_NOT_SAT_NETWORK),
+    "transformer_args.skip_init": Unused("weights are initialized, then loaded"),
+    "transformer_args.model_parallel_size": Unused("args.model_parallel_size decides this"),
+    "transformer_args.checkpoint_num_layers": Unused(_TORCH_CHECKPOINTING),
+    "transformer_args.checkpoint_skip_layers": Unused(_TORCH_CHECKPOINTING),
+    "transformer_args.make_vocab_size_divisible_by": Unused(_NOT_SAT_NETWORK),
+    "transformer_args.use_gpu_initialization": Unused(_DECIDED_HERE),
+    "transformer_args.parallel_output": Unused(_NOT_SAT_NETWORK),
+    "Rotary3DPositionEmbeddingMixin.height_interpolation": Unused("SAT's rotary table ignores it"),
+    "Rotary3DPositionEmbeddingMixin.width_interpolation": Unused("SAT's rotary table ignores it"),
+    "Rotary3DPositionEmbeddingMixin.time_interpolation": Unused("SAT's rotary table ignores it"),
+    "LoraMixin.cross_attention": Unused("the network has no cross attention"),
+    "LoraMixin.layer_num": Unused("the number of layers is the network's num_layers"),
+    "DiscreteDenoiser.weighting_config": Unused(
+        "the loss's weight is 1 / (1 - alpha_bar), as in SAT's VideoDiffusionLoss, which ignores it"
+    ),
+    "VideoDiffusionLoss.batch2model_keys": Unused(
+        "the network always gets the inputs that it needs"
+    ),
+    **dict.fromkeys([f"{sampler}.device" for sampler in _SAMPLERS], Unused(_DECIDED_HERE)),
+    **dict.fromkeys(
+        [f"{sampler}.verbose" for sampler in _SAMPLERS], Unused("progress is always shown")
+    ),
+    "FrozenT5Embedder.device": Unused(_DECIDED_HERE),
+    "FusedEmaAdam.set_grad_none": Unused("DeepSpeed clears the gradients"),
+    **dict.fromkeys(
+        [f"VideoAutoencoderInferenceWrapper.{name}" for name in _VAE_TRAINING.split()],
+        Unused(_VAE_FROZEN),
+    ),
+    "VideoAutoencoderInferenceWrapper.cp_size": Unused("the autoencoder is not split over ranks"),
+    "VideoAutoencoderInferenceWrapper.context_parallel_size": Unused(
+        "the autoencoder is not split"
+    ),
+    "encoder_config.resolution": Unused("read only with attention layers, which the 3D VAE lacks"),
+    "encoder_config.gather_norm": Unused("the autoencoder is not split over ranks"),
+    "encoder_config.dropout": Unused(_VAE_FROZEN),
+}
+
+
+def rules(kind: type[Rule], section: str = "") -> dict[str, Rule]:
+    """Return the rows of a kind, of all sections or of one, by key."""
+    start = section and f"{section}."
+    return {k: r for k, r in KEYS.items() if isinstance(r, kind) and k.startswith(start)}
+
+
+def why_unused(name: str) -> str | None:
+    """Return why "section.key" or "SatClass.param" has no effect; None if it has one."""
+    rule = KEYS.get(name)
+    return rule.why if isinstance(rule, Unused) else None
+
+
+_OF_TRAINING = ("batch_size", "gradient_accumulation_steps")
+
+
+def take_moved(sections: Mapping[str, Any]) -> dict[str, tuple[Any, str, str]]:
+    """Take the values that are the same as keys of args out of the deepspeed section.
+
+    Returns {name in args: (value, key, key that a file has)}: a section that has one precision switches the
+    other one off.
+    """
+    found: dict[str, tuple[Any, str, str]] = {}
+    for key, rule in rules(Same, "deepspeed").items():
+        name = rule.key.rpartition(".")[2]
+        # args.mode=inference has no use for them: there args.batch_size is the number of videos per prompt.
+        if sections["args"]["mode"] == "inference" and name in _OF_TRAINING:
+            continue
+        value = take(sections.get("deepspeed"), key.split(".")[1:])
+        if value is not None:
+            found[name] = value, key, key
+    for name, rival in (("bf16", "fp16"), ("fp16", "bf16")):
+        if found.get(rival, (False,))[0] and name not in found:
+            found[name] = False, f"deepspeed.{name}.enabled", found[rival][2]
+    return found
+
+
+def take(node: Any, path: list[str]) -> Any:
+    """Remove a value from nested mappings, and the mappings that are empty then; None without one."""
+    name, *inner = path
+    if not isinstance(node, dict) or name not in node:
+        return None
+    if not inner:
+        return node.pop(name)
+    value = take(node[name], inner)
+    if node[name] == {}:
+        del node[name]
+    return value
+
+
+# Key of args -> SAT's default, where cogfast has another; docs/differences.md has the reasons
+_TRAINING = {
+    "mode": "pretrain",
+    "batch_size": "4",
+    "zero_stage": "0",
+    "log_interval": "50",
+    "keep_last": "all",
+    "eval_iters": "100",
+    "split": "1000,1,1",
+}
+_SAMPLING = {
+    "batch_size": "4",
+    "sampling_image_size": "[768, 1360]",
+    "sampling_num_frames": "32",
+    "sampling_fps": "8",
+}
+
+
+def own_defaults(args: Mapping[str, Any], origins: Mapping[str, str]) -> list[str]:
+    """Return `key=value (SAT: default)` for the keys that no file sets, that this run reads, and that
+    have another default in SAT."""
+    if args["mode"] == "inference":
+        # The command itself sets the mode if there is no file of SAT's kind.
+        is_of_file = origins.get("args.mode") not in (COMMAND_LINE, DEFAULT, None)
+        defaults = _SAMPLING if is_of_file else {}
+    else:
+        evaluates = (
+            args["eval_interval"] is not None or args["eval_at_start"] or args["eval_at_end"]
+        )
+        read = {
+            "mode": args["lr_schedule"] == "sat",
+            "keep_last": (args["train_iters"] or 0) // (args["save_interval"] or 10**9)
+            > args["keep_last"],
+            "eval_iters": evaluates and args["valid_data"] and not args["strict_eval"],
+            "split": evaluates and not args["valid_data"],
+        }
+        # `cogfast finetune` has the defaults of CogVideo's diffusers trainer.
+        is_theirs = args["folder_layout"] == "finetune"
+        defaults = {} if is_theirs else {k: v for k, v in _TRAINING.items() if read.get(k, True)}
+    return [
+        f"args.{key}={show(args[key])} (SAT: {value})"
+        for key, value in defaults.items()
+        if origins.get(f"args.{key}", DEFAULT) == DEFAULT
+    ]
