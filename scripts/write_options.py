@@ -23,7 +23,7 @@ from cogfast.config.sat_keys import LOSS_SCALING, Only, Unused, rules
 from cogfast.config.sat_network import NETWORK_KEY, NETWORK_MODELS, VAE_KEY
 from cogfast.config.yaml_files import CONFIGS, to_dict
 from cogfast.core.values import is_component_schema, json_schema, leaves, show
-from cogfast.door.deepspeed_keys import DeepSpeedSection
+from cogfast.distributed.keys import DeepSpeedKeys
 from cogfast.door.load import load_config
 from cogfast.door.sections import COMPONENTS, CONDITIONER
 from cogfast.train.keys import ModelKeys, TrainKeys
@@ -110,7 +110,7 @@ def yaml_schema() -> dict[str, Any]:
         "model": _section("model", ModelKeys, components),
         "data": _component("data"),
         "args": _section("args", TrainKeys),
-        "deepspeed": _section("deepspeed", DeepSpeedSection, dict.fromkeys(LOSS_SCALING, {})),
+        "deepspeed": _section("deepspeed", DeepSpeedKeys, dict.fromkeys(LOSS_SCALING, {})),
     }
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",

@@ -22,7 +22,7 @@ from cogfast.config.sat_keys import Unused, rules
 from cogfast.config.sat_network import NETWORK_MODELS
 from cogfast.core.values import describe, is_component_schema, json_schema, show
 from cogfast.data.datasets import ListedVideos, VideoList, VideoShards
-from cogfast.door.deepspeed_keys import DeepSpeedSection
+from cogfast.distributed.keys import DeepSpeedKeys
 from cogfast.moved import find, public_module
 from cogfast.train.keys import GROUPS, ModelKeys, TrainKeys
 
@@ -91,7 +91,7 @@ def groups() -> Iterator[Group]:
         if name not in ("network", "data", "optimizer"):
             yield from _of_place(name)
     text = "DeepSpeed's configuration, whose documentation describes the keys of its sections."
-    yield Group("deepspeed", of_model(DeepSpeedSection, "deepspeed."), text, level=2)
+    yield Group("deepspeed", of_model(DeepSpeedKeys, "deepspeed."), text, level=2)
     yield from _of_place("optimizer")
     # One row per reason: a dozen keys of the autoencoder's training share one.
     reasons: dict[str, list[str]] = {}

@@ -48,7 +48,15 @@ class Unused:
 
 Rule = TypeVar("Rule", Same, InPlaceOf, Only, Refused, Unused)
 
-NETWORK_KEY = "model.network_config.params"
+# Components of the `model` section, by their dotted keys
+NETWORK = "model.network_config"
+SAMPLER = "model.sampler_config"
+DENOISER = "model.denoiser_config"
+LOSS = "model.loss_fn_config"
+FIRST_STAGE = "model.first_stage_config"
+TEXT_ENCODERS = "model.conditioner_config.params.emb_models"
+OPTIMIZER = "deepspeed.optimizer"
+NETWORK_KEY = f"{NETWORK}.params"
 LORA_KEY = f"{NETWORK_KEY}.modules.lora_config.params"
 _DECIDED_HERE = "the device and the launch decide this"
 _RNG = "random draws are functions of seed, step and sample, so there is no state to keep"

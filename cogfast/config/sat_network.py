@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 from annotated_types import MaxLen
 from omegaconf import DictConfig
 
-from cogfast.config.sat_keys import LORA_KEY, NETWORK_KEY, why_unused
+from cogfast.config.sat_keys import FIRST_STAGE, LORA_KEY, NETWORK_KEY, why_unused
 from cogfast.config.yaml_files import to_dict
 from cogfast.core.values import (
     KeyProblem,
@@ -22,7 +22,7 @@ from cogfast.core.values import (
 )
 
 POSITION_KEY = f"{NETWORK_KEY}.modules.pos_embed_config.params"
-VAE_KEY = "model.first_stage_config.params"
+VAE_KEY = f"{FIRST_STAGE}.params"
 POSITION_SINCOS = "dit_video_concat.Basic3DPositionEmbeddingMixin"
 POSITION_ROTARY = "dit_video_concat.Rotary3DPositionEmbeddingMixin"
 PATCH_EMBED = "dit_video_concat.ImagePatchEmbeddingMixin"

@@ -9,6 +9,11 @@ from pydantic import Field
 from cogfast.core.keys import After, Keys, Range, Share
 
 
+def data_param(name: str) -> str:
+    """Return the dotted key of a parameter of the data set."""
+    return f"data.params.{name}"
+
+
 class DataKeys(Keys):
     """Sources of data and the processes that read them."""
 

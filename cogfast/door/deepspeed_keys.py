@@ -4,76 +4,15 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, Literal, get_args
+from typing import Any, get_args
 
 from pydantic import BaseModel, ValidationError
 
 from cogfast.config.sat_keys import LOSS_SCALING, take_moved
-from cogfast.core.keys import DEFAULT, Batch, find_origin, level
-from cogfast.core.values import KeyProblem, Model, Range, join, problem_of, show
+from cogfast.core.keys import DEFAULT, find_origin, level
+from cogfast.core.values import KeyProblem, join, problem_of, show
 from cogfast.door.merged_config import move_origin
 from cogfast.train.keys import TrainKeys
-
-
-class DataTypes(Model):
-    """`deepspeed.data_types`."""
-
-    grad_accum_dtype: Literal["fp32", "fp16", "bf16"] | None = None
-    """dtype of accumulated gradients"""
-
-
-class OptimizerSection(Model):
-    """`deepspeed.optimizer`."""
-
-    type: str
-    """sat.ops.FusedEmaAdam, Prodigy, Muon, Adam, AdamW or a class of torch.optim"""
-    params: dict[str, Any] | None = None
-    """its arguments"""
-
-
-class DeepSpeedSection(Model):
-    """The top level of the `deepspeed` section. DeepSpeed's own models check the sections in it."""
-
-    train_batch_size: Annotated[int, Range(1, 10**9)] | None = None
-    """samples per step of all ranks; must equal the product of the next two and the replicas"""
-    train_micro_batch_size_per_gpu: Batch | None = None
-    """samples per rank and micro-batch, in place of args.batch_size"""
-    gradient_accumulation_steps: Batch | None = None
-    """micro-batches per step, in place of args.gradient_accumulation_steps"""
-    gradient_clipping: Annotated[float, Range(0, 10**9)] = 0.0
-    """largest norm of a step's gradients; 0: no clipping"""
-    steps_per_print: Annotated[int, Range(1, 10**9)] | None = None
-    """steps between DeepSpeed's own log lines; null: it writes none"""
-    prescale_gradients: bool = False
-    """divide gradients before they are summed over the ranks"""
-    gradient_predivide_factor: float = 1.0
-    """part of the division that happens before the sum"""
-    communication_data_type: Literal["fp32", "fp16", "bf16"] | None = None
-    """dtype in which gradients are exchanged; null: their own"""
-    zero_optimization: dict[str, Any] = {}
-    """ZeRO: stage, in place of args.zero_stage; buckets; offload_optimizer and offload_param, which keep
-    state and weights in host memory (device: cpu)"""
-    zero_allow_untested_optimizer: bool = True
-    """always true here: cogfast builds the optimizer"""
-    zero_force_ds_cpu_optimizer: bool = False
-    """always false here: cogfast builds the optimizer"""
-    bf16: dict[str, Any] | None = None
-    """enabled: weights and activations in bfloat16, in place of args.bf16"""
-    fp16: dict[str, Any] | None = None
-    """enabled: weights and activations in float16, in place of args.fp16; loss_scale (0: it follows
-    the overflows), loss_scale_window, initial_scale_power, hysteresis, min_loss_scale (below it the run
-    ends)"""
-    optimizer: OptimizerSection | None = None
-    """type and params of the optimizer"""
-    scheduler: dict[str, Any] | None = None
-    """accepted, not used; see args.lr_schedule"""
-    activation_checkpointing: dict[str, Any] | None = None
-    """accepted, not used; see args.activation_checkpointing"""
-    data_types: DataTypes | None = None
-    """grad_accum_dtype: dtype in which gradients are accumulated"""
-    wall_clock_breakdown: bool = False
-    """log the time of each phase of a step"""
-
 
 _AUTO = "auto"
 _OFFLOADING = ("cpu_offload", "offload_optimizer.device")

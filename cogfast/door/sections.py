@@ -30,8 +30,8 @@ from cogfast.core.values import (
     unknown_key,
     validated,
 )
+from cogfast.distributed.keys import DeepSpeedKeys
 from cogfast.door.deepspeed_keys import (
-    DeepSpeedSection,
     check_own_sections,
     prepare,
 )
@@ -232,7 +232,7 @@ def _check_deepspeed(
         value = select(section, key.partition(".")[2])
         if value is not None:
             validated(value, kinds[same.key.partition(".")[2]], key)
-    validated(section, DeepSpeedSection, where)
+    validated(section, DeepSpeedKeys, where)
     for key, silent in rules(Unused, where).items():
         if select(section, key.partition(".")[2]) is not None:
             unused[key] = silent.why

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from cogfast.config.components import import_target
 from cogfast.config.sat_classes import NETWORKS
+from cogfast.config.sat_keys import NETWORK
 from cogfast.config.sat_network import transformer_arguments
 from cogfast.core.shapes import PatchSize, TokenGrid
 from cogfast.core.slot_random import random_bits
@@ -363,7 +364,7 @@ def network_class(path: str, allow_import: Sequence[str]) -> type[DiffusionTrans
     """Return the class that model.network_config.target names; ValueError if it is no subclass of ours."""
     if path in NETWORKS:
         return DiffusionTransformer
-    key = "model.network_config.target"
+    key = f"{NETWORK}.target"
     found = import_target(path, key, allow_import, "network")
     if not (isinstance(found, type) and issubclass(found, DiffusionTransformer)):
         raise KeyProblem(
@@ -451,6 +452,6 @@ def _of_modules(transformer: nn.Module, modules: Sequence[str]) -> set[str]:
     for module in modules:
         if module not in known:
             hint = nearest(module, known) or f"; use one or more of {', '.join(sorted(known))}"
-            key = "model.trainable_modules"
+            key = ModelKeys.key("trainable_modules")
             raise ValueError(f"{key}={list(modules)}: no module is called {module!r}{hint}")
     return {name for name, path in paths.items() if not set(path).isdisjoint(modules)}

@@ -258,7 +258,7 @@ def assemble_datasets(
     """
     find_once = (lambda find: find()) if groups is None else groups.on_main
     build = partial(_dataset, data, find_once=find_once, inputs=inputs, is_masked=is_masked)
-    whole = build("args.train_data", args.train_data)
+    whole = build(args.key("train_data"), args.train_data)
     if args.train_data_weights is not None:
         whole = _weighed(whole, args.train_data_weights)
     train, valid = whole, None
@@ -270,7 +270,7 @@ def assemble_datasets(
                 "args.train_data: no row has split train; change column split of the manifest"
             )
     if args.valid_data:
-        valid = build("args.valid_data", args.valid_data)
+        valid = build(args.key("valid_data"), args.valid_data)
         if isinstance(valid, CaptionedVideos) and valid.clips.splits is not None:
             valid = valid.with_clips(valid.clips.in_split("valid"))
     # A manifest without rows of split `valid` uses args.split.
@@ -339,7 +339,7 @@ def _with_others(
     unused = {*others} - {*inputs, *(["mask"] * is_masked), *are_tensors}
     for name in sorted(unused):
         logger.info("%s: %s are not read; %s reads them", key, *_OTHERS[name])
-    if is_masked and "mask" not in others and key == "args.train_data":
+    if is_masked and "mask" not in others and key == TrainKeys.key("train_data"):
         raise ValueError(
             f"{key}: no sample has a mask, but loss_fn_config.params.masked is set; list masks in column mask "
             "of a manifest, in masks.txt beside videos.txt, or as x.mask.mp4 in a shard, or remove the key"

@@ -197,7 +197,7 @@ def warn_of_rate(args: TrainKeys, num_steps: int, section: Mapping) -> None:
             "set %s to %d or less",
             args.warmup_steps,
             num_steps,
-            "--lr_warmup_steps" if args.folder_layout == "finetune" else "args.warmup_steps",
+            "--lr_warmup_steps" if args.folder_layout == "finetune" else args.key("warmup_steps"),
             num_steps,
         )
 

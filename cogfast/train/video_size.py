@@ -22,6 +22,7 @@ from cogfast.core.shapes import (
 from cogfast.core.values import KeyProblem, select
 from cogfast.data.video.clip import checked_batches, checked_buckets, checked_size
 from cogfast.model.config import COGVIDEOX_5B, TransformerConfig, inpainting_channels
+from cogfast.train.keys import TrainKeys
 
 logger = logging.getLogger(__name__)
 
@@ -211,7 +212,7 @@ def check_latent_frames(network: dict[str, Any], latent_frames: int) -> None:
 
     As in SAT, it counts latent frames, including the padding frames of CogVideoX 1.5.
     """
-    key, most = "args.sampling_num_frames", _table_frames(network)
+    key, most = TrainKeys.key("sampling_num_frames"), _table_frames(network)
     if not 1 <= latent_frames <= most:
         text = f"{key}={latent_frames} must be from 1 to {most} latent frames, the size of the"
         every = f"one latent frame for every {TEMPORAL_COMPRESSION} video frames"

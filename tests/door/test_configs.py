@@ -14,7 +14,7 @@ from cogfast.__main__ import main
 from cogfast.config import Config, instantiate
 from cogfast.config.sat_network import autoencoder_arguments, transformer_arguments
 from cogfast.data.datasets import VideoFolder, VideoList, VideoManifest, VideoShards
-from cogfast.door.deepspeed_keys import DeepSpeedSection
+from cogfast.distributed.keys import DeepSpeedKeys
 from cogfast.extensions.conditions.check import check_conditions
 from cogfast.extensions.formats.sat import to_sat_state_dict
 from cogfast.extensions.formats.sat_names import sat_name
@@ -212,7 +212,7 @@ def test_options_that_pages_name_exist() -> None:
             for dataset in (VideoFolder, VideoList, VideoManifest, VideoShards)
             for name in inspect.signature(dataset).parameters
         },
-        "deepspeed": set(DeepSpeedSection.model_fields),
+        "deepspeed": set(DeepSpeedKeys.model_fields),
     }
     found = 0
     for page in [*(ROOT / "docs").rglob("*.md"), ROOT / "README.md"]:

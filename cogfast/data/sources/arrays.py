@@ -13,8 +13,9 @@ from torch import Tensor
 
 from cogfast.core.values import Range, validated
 from cogfast.data.bad_samples import BadSample
+from cogfast.data.keys import data_param
 
-KEY = "data.params.tensors"
+KEY = data_param("tensors")
 Shapes = dict[str, Annotated[list[Annotated[int, Range(1, 10**6)]], Len(1, 8)]]
 # Keys of a batch, which a tensor of that name would replace.
 _TAKEN = "mp4 video txt fps num_frames path paths num_padded images control mask step slots bad"

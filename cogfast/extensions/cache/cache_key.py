@@ -12,6 +12,7 @@ from omegaconf import DictConfig, OmegaConf
 from cogfast.config.components import resolve
 from cogfast.config.yaml_files import to_dict
 from cogfast.core.values import select
+from cogfast.data.keys import data_param
 from cogfast.data.sources.file_index import user_index
 from cogfast.data.video.clip import ClipSettings
 from cogfast.extensions.cache.entries import ENCODE_CHUNKS, Spec
@@ -42,15 +43,15 @@ def cache_specs(
     sections: of the configuration, plain. allow_import: packages whose classes they may name.
     """
     fields = dataclasses.fields(settings)
-    clip = {f"data.params.{field.name}": getattr(settings, field.name) for field in fields}
-    clip["data.params.video_size"] = list(settings.video_size)
+    clip = {data_param(field.name): getattr(settings, field.name) for field in fields}
+    clip[data_param("video_size")] = list(settings.video_size)
     # With buckets, the size is part of a clip's key, and video_size only sets what evaluations sample.
     of_buckets = () if settings.buckets is None else ("max_num_frames", "video_size")
     for name in ("keep_decoded_mib", "buckets", "bucket_batch", "trust_index", *of_buckets):
-        del clip[f"data.params.{name}"]
+        del clip[data_param(name)]
     # DALI's frames equal PyAV's up to rounding of colours. decord selects other frames in some formats.
-    clip["data.params.video_backend"] = settings.cpu_reader
-    clip["data.params.short_clips"] = "skip" if settings.skips_short_clips else "pad"
+    clip[data_param("video_backend")] = settings.cpu_reader
+    clip[data_param("short_clips")] = "skip" if settings.skips_short_clips else "pad"
     has_image = "image" in model.inputs
     number = args.cached_noised_images
     first_stage = sections["model"].get("first_stage_config")
@@ -62,8 +63,8 @@ def cache_specs(
         **common,
         # Noised images are stored instead of first frames.
         "first frames kept": has_image and not number,
-        **({"model.given_frames": model.given_frames} if model.given_frames else {}),
-        **({"args.cached_noised_images": number} if number else {}),
+        **({model.key("given_frames"): model.given_frames} if model.given_frames else {}),
+        **({args.key("cached_noised_images"): number} if number else {}),
         **chunks_entry,
         **clip,
     }

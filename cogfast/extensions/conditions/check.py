@@ -9,6 +9,7 @@ from typing import Any
 from cogfast.config.sat_network import NETWORK_KEY, POSITION_KEY
 from cogfast.core.json_files import read_json
 from cogfast.core.values import KeyProblem, show
+from cogfast.data.keys import data_param
 from cogfast.data.video.clip import Bucket
 from cogfast.extensions.conditions.given_frames import KINDS, GivenFrames
 from cogfast.extensions.formats.sat_names import sat_name
@@ -16,8 +17,9 @@ from cogfast.model.config import Family, derived_models, inpainting_channels, nu
 from cogfast.model.keys import ModelKeys
 from cogfast.model.weights.diffusers import NOISE_KEY
 
-_CONDITIONS, _IMAGE = "model.conditions", "model.noised_image_input"
-_GIVEN, _NOISE = "model.given_frames", "model.masked_video_noise"
+_KEYS = ("conditions", "noised_image_input", "given_frames", "masked_video_noise")
+_CONDITIONS, _IMAGE, _GIVEN, _NOISE = map(ModelKeys.key, _KEYS)
+_MOST_FRAMES = data_param("max_num_frames")
 _INPAINTING = ("mask", "masked_video")
 # Classes in model_index.json that tell which conditions a model has
 _STATED = {
@@ -70,12 +72,12 @@ def check_conditions(model: ModelKeys, network: dict[str, Any]) -> None:
         fix = "leave it out (noised_image_dropout is that of the image)"
         raise model.problem("condition_dropout", f"{text} {_list(inputs)}; {fix}")
     if model.new_channels is not None and not _trains_patches(model):
-        key, shown_new = "model.new_channels", f"model.new_channels={model.new_channels}"
+        key, shown_new = model.key("new_channels"), f"model.new_channels={model.new_channels}"
         text = f"{shown_new}: the run does not train the patch embedding, whose new channels would stay zero; "
         text += "train all weights or add patch_embedding to model.trainable_modules, or start from a model "
         raise KeyProblem(key, f"{text}that has the channels")
     if model.learned_positions == "drop" and network.get("learnable_position"):
-        key, flag = "model.learned_positions", f"{POSITION_KEY}.learnable_pos_embed"
+        key, flag = model.key("learned_positions"), f"{POSITION_KEY}.learnable_pos_embed"
         text = f"{key}=drop leaves out the learned position table of args.load, but the network has one"
         raise KeyProblem(key, f"{text}; set {flag}=false, or {key}=resize")
     _check_frames_and_masks(model)
@@ -126,7 +128,7 @@ def check_prefixes(model: ModelKeys, num_frames: int | None, buckets: Sequence[B
     key, given = _GIVEN, GivenFrames.parse(model.given_frames)
     frames = {f"data.params.buckets[{i}]": bucket.num_frames for i, bucket in enumerate(buckets)}
     if num_frames is not None:
-        frames["data.params.max_num_frames"] = num_frames
+        frames[_MOST_FRAMES] = num_frames
     for place, number in frames.items():
         # Pictures are given no frames.
         if given is not None and 1 < number <= given.number:
@@ -214,14 +216,14 @@ def condition_values(folder: Path, family: Family) -> dict[str, Any]:
         return {}
     off: dict[str, Any] = {}
     if published:  # keys of the member's file for the image, which this model does not have
-        off = {_IMAGE: False, "model.noised_image_dropout": 0.0}
+        off = {_IMAGE: False, ModelKeys.key("noised_image_dropout"): 0.0}
     if "frames" in stated:
         off[_GIVEN] = "first_last"
     elif stated == _INPAINTING:
         file = folder / "transformer" / "config.json"
         off[_NOISE] = bool((read_json(file) if file.is_file() else {}).get(NOISE_KEY))
         if family.patch.joins_frames:  # 85 frames in VideoX-Fun's scripts, where the file has 8N+1
-            off["data.params.max_num_frames"] = 85
+            off[_MOST_FRAMES] = 85
     return {_CONDITIONS: list(stated), **off}
 
 

@@ -23,6 +23,7 @@ from markupsafe import Markup
 
 from cogfast import __version__
 from cogfast.config.sat_classes import NETWORKS
+from cogfast.config.sat_keys import LOSS, NETWORK
 from cogfast.core.addresses import shown
 from cogfast.core.files import WriteError, read_limited, write_text
 from cogfast.core.keys import DEFAULT
@@ -30,7 +31,7 @@ from cogfast.core.values import OF_TEXTS, printable
 from cogfast.extensions.page.metrics_table import MOST_POINTS, encode
 from cogfast.extensions.page.record import FACTS, Facts, RunRecord, read_run
 from cogfast.extensions.sample.flags import input_words
-from cogfast.model.keys import conditions_of_run
+from cogfast.model.keys import ModelKeys, conditions_of_run
 
 if TYPE_CHECKING:  # `cogfast report` needs no PyTorch
     from cogfast.train.keys import TrainKeys
@@ -43,7 +44,7 @@ _GENERATOR = "cogfast run page"  # in a meta element, by which a page is recogni
 _START_BYTES, _MOST_BYTES = 1024, 64 << 20  # of an earlier page
 _RELOAD_SECONDS = 60  # between two reloads of an active run's page
 _NUM_RECENT = 100  # last lines, whose median is the speed of now
-_TIMESTEPS = "model.loss_fn_config.params.sigma_sampler_config.params.num_idx"
+_TIMESTEPS = f"{LOSS}.params.sigma_sampler_config.params.num_idx"
 _BAND = re.compile(r"(?:valid|train)_loss_band_(\d{1,4})")
 # Title, pattern of the keys, unit, whether smoothing applies.
 _PLOTS = (
@@ -313,8 +314,8 @@ def _commands(record: RunRecord) -> Iterator[tuple[str, str]]:
         yield f"{title} from checkpoint {record.checkpoint.name}", f"{train}{more}"
         keys = ("conditions", "noised_image_input")
         inputs = conditions_of_run({key: record.plain.get(f"model.{key}") for key in keys})
-        files = input_words(inputs, record.plain.get("model.given_frames"))
-        is_own = record.plain.get("model.network_config.target") not in NETWORKS
+        files = input_words(inputs, record.plain.get(ModelKeys.key("given_frames")))
+        is_own = record.plain.get(f"{NETWORK}.target") not in NETWORKS
         for key in record.plain if is_own else ():
             if (name := key.removeprefix("data.params.tensors.")) != key:
                 files += f" --tensor {shlex.quote(f'{name}=FILE.npy')}"
@@ -323,7 +324,7 @@ def _commands(record: RunRecord) -> Iterator[tuple[str, str]]:
         to = "lora --to peft" if record.is_lora else "pipeline --to diffusers"
         ema = " --ema" if record.facts is not None and record.facts.shows_ema else ""
         ema += " --allow-unexpected" * is_own  # no other format has added modules
-        has_others = record.is_lora or not record.plain.get("model.trainable_modules")
+        has_others = record.is_lora or not record.plain.get(ModelKeys.key("trainable_modules"))
         if has_others or not is_own:
             yield "Convert to diffusers", f"cogfast convert {run} {to}{ema}"
             yield "Convert to SAT", f"cogfast convert {run} sat --to sat{ema}"

@@ -16,6 +16,7 @@ from typing import Annotated, Any
 
 from omegaconf.errors import OmegaConfBaseException
 
+from cogfast.config.sat_keys import LORA_KEY
 from cogfast.config.yaml_files import read_yaml, to_dict
 from cogfast.core.json_files import Range, brief, read_json, read_limited
 from cogfast.core.keys import find_origin
@@ -33,7 +34,7 @@ _SUFFIXES = (".mp4", ".safetensors")  # a video, or its latents with args.only_l
 _STEP_FOLDER = re.compile(r"step-(\d{1,12})")
 _FINETUNE = re.compile(r"(validation-(\d{1,12})-).+")
 _MARKED = re.compile(r"(?:training_config|environment)-from-([\w-]+)\.\w+")
-_LORA = "model.network_config.params.modules.lora_config.params"
+
 _DEFAULTS: Mapping[str, object] = {
     **{f"args.{key}": value for key, value in TrainKeys().model_dump().items()},
     **{f"model.{key}": value for key, value in ModelKeys().model_dump().items()},
@@ -97,7 +98,7 @@ class RunRecord:
 
     @property
     def is_lora(self) -> bool:
-        return any(key.startswith(_LORA) for key in self.plain)
+        return any(key.startswith(LORA_KEY) for key in self.plain)
 
     def settings(self) -> Iterator[dict[str, object]]:
         """Yield the settings of `args`, then all others. default, origin: None if unknown. is_set: the value
@@ -107,7 +108,7 @@ class RunRecord:
         for key in sorted(self.plain, key=lambda key: not key.startswith("args.")):
             value, origin, default = self.plain[key], origin_of(key), _DEFAULTS.get(key)
             is_set = value != default if key in _DEFAULTS else origin != "default"
-            if key.startswith("model.") and key not in _DEFAULTS and not key.startswith(_LORA):
+            if key.startswith("model.") and key not in _DEFAULTS and not key.startswith(LORA_KEY):
                 # A YAML file lists every part of the network, most of them as published.
                 is_set = origin is not None and not origin.endswith((".yaml", ".yml", "default"))
             known = {"key": key, "value": value, "default": default}

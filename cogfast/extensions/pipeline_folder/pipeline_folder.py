@@ -19,6 +19,7 @@ from typing import Annotated, Any, Literal, NotRequired
 import torch
 
 from cogfast.config.components import is_none
+from cogfast.config.sat_keys import DENOISER, FIRST_STAGE, SAMPLER, TEXT_ENCODERS
 from cogfast.config.sat_network import NETWORK_KEY, POSITION_KEY, NetworkParams
 from cogfast.config.yaml_files import CONFIGS
 from cogfast.core.addresses import is_url
@@ -26,7 +27,9 @@ from cogfast.core.json_files import InsideNames, keys, read_json
 from cogfast.core.keys import COMMAND_LINE, DEFAULT, Settings, find_origin
 from cogfast.core.shapes import SPATIAL_COMPRESSION
 from cogfast.core.values import KeyProblem, Problems, Range, nearest_folder, select
+from cogfast.data.keys import data_param
 from cogfast.diffusion.noise_schedule import ZeroSNRDDPMDiscretization
+from cogfast.distributed.keys import DeepSpeedKeys
 from cogfast.extensions.conditions.check import condition_values
 from cogfast.extensions.formats.image_scale import stock_scale
 from cogfast.extensions.formats.vae import read_vae_config
@@ -37,16 +40,15 @@ from cogfast.model.config import Family, TransformerConfig
 from cogfast.model.keys import ModelKeys, WeightKeys
 from cogfast.model.weights.identify import identify
 from cogfast.model.weights.open import open_source
+from cogfast.train.keys import TrainKeys
 
 logger = logging.getLogger(__name__)
 
 # Upstream's files mark paths that the user must fill in: "{your CogVideoX SAT folder}/transformer".
 PLACEHOLDER = re.compile(r"\{your [^}]*\}")
 _LOAD = WeightKeys.key("load")
-_MODEL = ModelKeys.section
-_STAGE = f"{_MODEL}.first_stage_config"
 _SCALE = ModelKeys.key("scale_factor")
-_ENCODERS = f"{_MODEL}.conditioner_config.params.emb_models"
+_ENABLED = f"{DeepSpeedKeys.section}.%s.enabled"
 # Dotted keys of the model section where a noise schedule is configured.
 _SCHEDULES = (
     "denoiser_config.params.discretization_config",
@@ -97,7 +99,7 @@ def is_hub_id(name: str) -> bool:
     return _ID.fullmatch(name) is not None and not Path(name).exists()
 
 
-def hub_folder(name: str, key: str = "args.load", may_download: bool = True) -> Path:
+def hub_folder(name: str, key: str = _LOAD, may_download: bool = True) -> Path:
     """Return the folder of a diffusers pipeline of the hub, with all files that cogfast reads.
 
     name: its id, OWNER/MODEL. The local cache is used without a look at the network if it has every
@@ -199,9 +201,9 @@ def fill_from_pipeline(
         kept = {name: value for name, value in params.items() if name in own}
         made = {"path": str(folder / "vae"), **kept}
         target = "cogfast.model.autoencoder.VideoAutoencoder"
-        found[_STAGE] = {"target": target, "params": made}, str(folder)
+        found[FIRST_STAGE] = {"target": target, "params": made}, str(folder)
         for name, value in kept.items():
-            key = f"{_STAGE}.params.{name}"
+            key = f"{FIRST_STAGE}.params.{name}"
             found[key] = value, find_origin(origins, key)
         # The factor belongs to the VAE: with another one, latents would not be of the trained scale.
         given, factor = model["scale_factor"], read_vae_config(folder / "vae").scaling_factor
@@ -214,7 +216,7 @@ def fill_from_pipeline(
         return found
     for i, entry in enumerate(select(model, "conditioner_config.params.emb_models") or []):
         if _is_placeholder(entry, "model_dir") and (folder / "text_encoder").is_dir():
-            found[f"{_ENCODERS}.{i}.params.model_dir"] = str(folder), str(folder)
+            found[f"{TEXT_ENCODERS}.{i}.params.model_dir"] = str(folder), str(folder)
     if scheduler is not None:
         values = _schedules(model, scheduler)
         found |= {key: (value, str(folder)) for key, value in values.items()}
@@ -284,27 +286,29 @@ def find_config(folder: Path) -> tuple[Path, dict[str, Any]]:
     model = identify(source)
     family = Family.of_config(model)
     file = CONFIGS / Path(family.member.config_file).name
-    values: dict[str, Any] = {"args.load": str(folder), "args.mode": "inference"}
+    values: dict[str, Any] = {_LOAD: str(folder), TrainKeys.key("mode"): "inference"}
     values |= _network_values(model) | condition_values(folder, family)
     # A machine without a GPU runs fp16 weights in float32, which represents them exactly.
     has_gpu = torch.cuda.is_available()
-    values["deepspeed.fp16.enabled"] = source.main_dtype == torch.float16 and has_gpu
-    values["deepspeed.bf16.enabled"] = source.main_dtype == torch.bfloat16
+    values[_ENABLED % "fp16"] = source.main_dtype == torch.float16 and has_gpu
+    values[_ENABLED % "bf16"] = source.main_dtype == torch.bfloat16
     scheduler = _read_scheduler(folder)
     if scheduler is not None:
-        where = "model.denoiser_config.params.discretization_config.params"
+        where = f"{DENOISER}.params.discretization_config.params"
         values |= {f"{where}.{name}": scheduler[key] for name, key in _DISCRETIZATION.items()}
         # Use the timesteps and positions of the pipeline, so that the latents equal its own.
         if model.position == "rotary":
             values[f"{POSITION_KEY}.positions"] = "pipeline"
-        values |= {f"model.sampler_config.params.{key}": scheduler[key] for key in _SPACING}
+        values |= {f"{SAMPLER}.params.{key}": scheduler[key] for key in _SPACING}
         sampler = f"sgm.modules.diffusionmodules.sampling.{_SAMPLERS[scheduler['_class_name']]}"
-        values["model.sampler_config.target"] = sampler
+        values[f"{SAMPLER}.target"] = sampler
     if (folder / "vae" / "config.json").is_file():
         factor = read_vae_config(folder / "vae").scaling_factor
         values |= {} if factor is None else {_SCALE: factor}
         if family.member.has_image:
-            values["model.image_latent_scale"] = stock_scale(model.patch_size.joins_frames, folder)
+            values[ModelKeys.key("image_latent_scale")] = stock_scale(
+                model.patch_size.joins_frames, folder
+            )
     return file, values
 
 
@@ -336,5 +340,5 @@ def _network_values(model: TransformerConfig) -> dict[str, Any]:
     values = {f"{NETWORK_KEY}.{key}": value for key, value in network.items()}
     values |= {f"{POSITION_KEY}.{key}": value for key, value in position.items()}
     if not patch.joins_frames or max(size) < max(least):
-        values["data.params.video_size"] = [side * SPATIAL_COMPRESSION for side in size]
+        values[data_param("video_size")] = [side * SPATIAL_COMPRESSION for side in size]
     return values

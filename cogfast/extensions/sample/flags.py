@@ -10,16 +10,17 @@ from typing import Any
 
 from cogfast.config.components import is_none
 from cogfast.config.sat_classes import NETWORKS
+from cogfast.config.sat_keys import SAMPLER
 from cogfast.config.sat_network import transformer_arguments
 from cogfast.core.addresses import hint, shown
 from cogfast.core.component import Component
 from cogfast.core.keys import COMMAND_LINE, Settings
 from cogfast.core.values import leaves, select, show
 from cogfast.extensions.sample.keys import SamplingKeys
-from cogfast.train.keys import ModelKeys, TrainKeys
+from cogfast.train.keys import TrainKeys
 
 _GUIDERS = "cogfast.diffusion.guidance"
-_SAMPLER = f"{ModelKeys.section}.sampler_config.params"
+_SAMPLER = f"{SAMPLER}.params"
 # Keys of `model` with which a run trains, and saves, only a part of the network
 _OF_PARTS = ("trainable_modules", "network_config.params.modules.lora_config")
 

@@ -52,7 +52,9 @@ def given_prompts(args: TrainKeys) -> list[GivenPrompt]:
                 f"args.eval_images={args.eval_images}, but the lines of args.eval_prompt_file have images "
                 "(prompt@@image), too; remove those, or set args.eval_images=null"
             )
-        images = [*listed_files("args.eval_images", Path(args.eval_images), "image", len(texts))]
+        images = [
+            *listed_files(args.key("eval_images"), Path(args.eval_images), "image", len(texts))
+        ]
     return [GivenPrompt(*pair) for pair in zip(texts, images, strict=True)]
 
 

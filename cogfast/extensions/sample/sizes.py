@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from cogfast.core.shapes import SPATIAL_COMPRESSION, PatchSize, num_pixel_frames
+from cogfast.data.keys import data_param
 from cogfast.data.video.clip import checked_size, resize_picture
 from cogfast.data.video.picture import read_pixels
 from cogfast.data.video.transform import Resize
@@ -38,7 +39,7 @@ def sampled_sizes(
         num_frames = num_pixel_frames(args.sampling_num_frames - surplus)
     elif "max_num_frames" in data:
         num_frames = data["max_num_frames"]
-        check_frames(network, num_frames, "data.params.max_num_frames")
+        check_frames(network, num_frames, data_param("max_num_frames"))
     else:
         num_frames = network["num_frames"]
     sizes = []
@@ -53,7 +54,7 @@ def _pixels(
     args: TrainKeys, network: dict[str, Any], data: Any, image: Path | None
 ) -> tuple[int, int]:
     given = data.get("video_size")
-    key, size = "args.sampling_image_size", args.sampling_image_size
+    key, size = args.key("sampling_image_size"), args.sampling_image_size
     if size is None and image is not None and network["patch_size"].joins_frames:
         # The video has the image's aspect ratio, as in upstream's 1.5-I2V.
         short_side = min(given if given is not None else _published_size(network))
@@ -68,7 +69,7 @@ def _pixels(
             raise ValueError(f"{problem}, or set {key}")
         return height, width
     if size is None and given is not None:
-        key, size = "data.params.video_size", checked_size(given)
+        key, size = data_param("video_size"), checked_size(given)
     if size is None:
         held = [network[n] * SPATIAL_COMPRESSION for n in ("latent_height", "latent_width")]
         if network["patch_size"].joins_frames:  # 1.5's position table is larger than its videos

@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 _LEAST_TOKENS = 4096  # on a GPU: with fewer, choosing blocks costs about what they save
 _MOST_COMPILED = 8  # lengths of videos
 _WIDTHS = range(16, 257, 16)  # head widths of FlexAttention's kernels on tensor cores
-_KEY = "args.attention"
+_KEY = TrainKeys.key("attention")
 
 
 def follow_weights(args: TrainKeys, loras: Iterable[str] = ()) -> tuple[dict[str, str], str]:

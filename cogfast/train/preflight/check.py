@@ -15,12 +15,14 @@ from typing import Any
 import torch
 
 from cogfast.config.components import is_none, own_objective, own_optimizer
+from cogfast.config.sat_keys import OPTIMIZER
 from cogfast.config.sat_network import LORA_KEY, NETWORK_KEY
 from cogfast.core.addresses import is_url
 from cogfast.core.component import Component
 from cogfast.core.json_files import brief
 from cogfast.core.keys import DEFAULT, find_origin, names_origins
 from cogfast.core.values import KeyProblem, Problems, cut, nearest, one_line, select, show
+from cogfast.data.keys import data_param
 from cogfast.data.video.clip import checked_batches, checked_buckets, checked_size
 from cogfast.extensions.conditions.check import (
     check_conditions,
@@ -78,6 +80,7 @@ _EVALUATION_FILES = {
     "eval_prompt_file": "a text file with a prompt per line, or to null",
     "eval_images": "a text file with a path per line, or to null",
 }
+_LOAD = TrainKeys.key("load")
 _MOST_NAME_BYTES = 200  # of a folder name, at most 255; date and time are appended
 
 
@@ -204,7 +207,7 @@ def check_train(run: Run, world_size: int | None = None) -> None:
         )
     optimizer = run.deepspeed.get("optimizer") or {}
     if sizes.lora_rank is not None and own_optimizer(optimizer) == "muon":
-        key = "deepspeed.optimizer.type"
+        key = f"{OPTIMIZER}.type"
         text = f"{key}={optimizer['type']} is for runs that train all weights: it would "
         text += "orthogonalize the two factors of an adapter, not what they change together"
         raise KeyProblem(key, f"{text}; use Prodigy or sat.ops.FusedEmaAdam")
@@ -218,7 +221,7 @@ def check_train(run: Run, world_size: int | None = None) -> None:
     _try(run.denoiser, run.loss, run.sampler)
     try_optimizer(args, run.deepspeed, run.allow_import)
     num_steps = args.train_iters or sys.maxsize  # steps of epochs are known only with the data
-    try_build("args.lr_schedule", partial(fit_rates, run.origins, args, num_steps))
+    try_build(args.key("lr_schedule"), partial(fit_rates, run.origins, args, num_steps))
     if sizes.lora_alpha == 0 and sizes.lora_rank is not None:
         key = f"{LORA_KEY}.lora_alpha"
         text = f"{key}=0 makes the adapters' output and all their gradients 0; set args.lora_alpha"
@@ -281,7 +284,7 @@ def check_sample(run: Run, weights: str | None = None, given: Sequence[str] = ()
     check_conditions(model, network)
     check_given(model, given)
     if args.sampling_image_size is not None:
-        check_size(network, *args.sampling_image_size, key="args.sampling_image_size")
+        check_size(network, *args.sampling_image_size, key=args.key("sampling_image_size"))
     if args.sampling_num_frames is not None:
         check_latent_frames(network, args.sampling_num_frames)
     check_sparse(args, sizes, data)
@@ -314,7 +317,7 @@ def _strings(node: Any, key: str) -> Iterator[tuple[str, str]]:
 
 
 def _placeholders(sections: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    more = {"args.load": ", a folder with VAE and text encoder"}
+    more = {_LOAD: ", a folder with VAE and text encoder"}
     fix = "set it to your own path, in the file or on the command line"
     of_model = ", or give the folder of a pipeline whose transformer/ has the weights"
     for name, section in sections.items():
@@ -351,11 +354,11 @@ def _refuse_missing(origins: Mapping[str, str], *found: Iterable[tuple[str, str]
         for key, text in pairs:
             if key not in known:
                 texts.setdefault(key, []).append(text)
-    if "args.load" in texts:
+    if _LOAD in texts:
         # A pipeline's folder settles VAE and text encoder, too: `model` has no other placeholders.
         texts = {k: t for k, t in texts.items() if k[:6] != "model." or "='{your" not in t[0]}
     if texts:
-        texts = {key: texts[key] for key in sorted(texts, key=lambda key: key != "args.load")}
+        texts = {key: texts[key] for key in sorted(texts, key=lambda key: key != _LOAD)}
         named = [(find_origin(origins, key), text) for key in texts for text in texts[key]]
         raise Problems("\n".join(one_line(f"{origin}: {text}") for origin, text in named))
 
@@ -466,7 +469,7 @@ def _check_steps(args: TrainKeys) -> None:
 
 
 def _check_weights(args: TrainKeys) -> None:
-    key, weights = "args.train_data_weights", args.train_data_weights
+    key, weights = args.key("train_data_weights"), args.train_data_weights
     if weights is None:
         return
     if len(weights) != len(args.train_data):
@@ -506,9 +509,9 @@ def _check_data(
             if value:
                 text = f"{key}={show(value)} applies to a latent cache, but args.latent_cache is not set"
                 raise KeyProblem(key, f"{text}; set that to a folder: args.latent_cache=PATH")
-    key, number = "args.cached_noised_images", args.cached_noised_images
+    key, number = args.key("cached_noised_images"), args.cached_noised_images
     if args.latent_cache is not None and "masked_video" in model.inputs:
-        key = "args.latent_cache"
+        key = args.key("latent_cache")
         text = f"{key}={args.latent_cache} holds no masked videos: masks are drawn in each step"
         raise KeyProblem(key, f"{text}; set {key}=null")
     if number and "image" not in model.inputs:
@@ -535,10 +538,10 @@ def _check_evaluation(
     if sampler is not None:
         check_negative_prompt(args.negative_prompt, sampler)
     if args.eval_prompt_file is not None and args.eval_prompts:
-        key = "args.eval_prompt_file"
+        key = args.key("eval_prompt_file")
         text = f"{key}={brief(args.eval_prompt_file)} and args.eval_prompts are both set"
         raise KeyProblem(key, f"{text}; set args.eval_prompts=[] or {key}=null")
-    name = "args.eval_images" if args.eval_images is not None else "args.eval_prompt_file"
+    name = args.key("eval_prompt_file" if args.eval_images is None else "eval_images")
     try:
         # Reads the files once more than the evaluation does, which is cheap, and reports before it.
         images = [prompt.image for prompt in given_prompts(args) if prompt.image is not None]
@@ -550,7 +553,7 @@ def _check_evaluation(
     except ValueError as error:
         # Its messages begin with the key.
         key = re.match(r"args\.\w+", str(error))
-        raise KeyProblem(key[0] if key else "args.eval_prompts", str(error)) from None
+        raise KeyProblem(key[0] if key else args.key("eval_prompts"), str(error)) from None
 
 
 def _check_pixel_data(
@@ -566,10 +569,10 @@ def _check_pixel_data(
         raise args.problem("train_data", text)
     # A user's own data set may have constants in place of these params.
     if "max_num_frames" in params:
-        check_frames(network, params["max_num_frames"], "data.params.max_num_frames")
+        check_frames(network, params["max_num_frames"], data_param("max_num_frames"))
     if "video_size" in params:
         size = checked_size(params["video_size"])
-        check_size(network, *size, key="data.params.video_size")
+        check_size(network, *size, key=data_param("video_size"))
     buckets = checked_buckets(params.get("buckets")) or ()
     checked_batches(params.get("bucket_batch"), buckets)
     check_prefixes(model, params.get("max_num_frames"), buckets)

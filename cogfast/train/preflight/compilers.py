@@ -25,10 +25,10 @@ def check_compilers(args: TrainKeys, is_training: bool) -> None:
     has_gpu = torch.cuda.is_available()
     # On a CPU args.kernels=triton compiles nothing.
     if has_gpu and args.kernels == "triton":
-        _check_triton("args.kernels", "triton", "torch")
+        _check_triton(args.key("kernels"), "triton", "torch")
     if not args.compile:
         return
-    key = "args.compile"
+    key = args.key("compile")
     if is_training and args.zero_stage == 3:
         text = f"{key}=true does not support ZeRO-3, whose gathering of weights cannot be traced"
         raise KeyProblem(key, f"{text}; use stage 2 or {key}=false")
@@ -42,7 +42,7 @@ def check_compilers(args: TrainKeys, is_training: bool) -> None:
 
 def check_fp8(args: TrainKeys) -> None:
     """Refuse args.quantize_base=fp8 on a GPU, or in a precision, without fp8 products."""
-    key = "args.quantize_base"
+    key = args.key("quantize_base")
     if args.quantize_base != "fp8" or not torch.cuda.is_available():
         return  # a CPU computes the same roundings
     if torch.cuda.get_device_capability() < _FP8_CAPABILITY:

@@ -37,8 +37,8 @@ def survey_datasets(
     args.max_bad_fraction are unreadable, or if ranks have found different samples.
     """
     train, valid = datasets.train, datasets.valid
-    _check_same(train, "args.train_data", groups)
-    _check_same(valid, "args.valid_data", groups)
+    _check_same(train, args.key("train_data"), groups)
+    _check_same(valid, args.key("valid_data"), groups)
     if args.latent_cache is None:
         # A file that does not fit would end the rank that reads it, perhaps after days.
         groups.on_all(lambda: _check_copies(train, valid))

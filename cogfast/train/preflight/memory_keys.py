@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from cogfast.config.components import own_optimizer
+from cogfast.config.sat_keys import OPTIMIZER
 from cogfast.core.values import KeyProblem, select
 from cogfast.train.keys import TrainKeys
 
@@ -31,13 +32,13 @@ def check_optimizer_state(args: TrainKeys, section: Mapping[str, Any]) -> None:
         cause = "args.zero_stage=3" if args.zero_stage == 3 else offload
         text = f"deepspeed.optimizer.type={optimizer['type']} does not work with {cause}, whose step sees a part of "
         text += "the model at a time; use ZeRO 0 to 2 without offload_optimizer, or sat.ops.FusedEmaAdam"
-        raise KeyProblem("deepspeed.optimizer.type", text)
+        raise KeyProblem(f"{OPTIMIZER}.type", text)
 
 
 def check_offload(args: TrainKeys) -> None:
     if not args.offload_activations:
         return
-    key, policy = "args.offload_activations", args.activation_checkpointing
+    key, policy = args.key("offload_activations"), args.activation_checkpointing
     text = f"{key}=true with args.activation_checkpointing={policy}"
     if policy == "none":
         text += " would copy every activation; use full, attention_kept, pointwise or auto"

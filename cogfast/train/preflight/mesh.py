@@ -8,12 +8,13 @@ from typing import Any
 
 from cogfast.config.sat_classes import NETWORKS
 from cogfast.core.values import KeyProblem, show
+from cogfast.distributed.keys import DeepSpeedKeys
 from cogfast.model.config import TransformerConfig
 from cogfast.train.keys import TrainKeys
 from cogfast.train.video_size import bucket_sizes, sampled_size
 
-_TENSOR, _CONTEXT = "args.model_parallel_size", "args.context_parallel_size"
-_ROWS = "args.sequence_parallel"
+_AXES = ("model_parallel_size", "context_parallel_size", "sequence_parallel")
+_TENSOR, _CONTEXT, _ROWS = map(TrainKeys.key, _AXES)
 
 
 def check_mesh(
@@ -89,7 +90,7 @@ def check_global_batch(
     copies = _world(world_size) // (args.model_parallel_size * args.context_parallel_size)
     here = args.batch_size * args.gradient_accumulation_steps * copies
     if total is not None and total != here:
-        key = "deepspeed.train_batch_size"
+        key = DeepSpeedKeys.key("train_batch_size")
         text = f"{key}={total} does not fit {copies} data-parallel ranks: "
         text += f"train_micro_batch_size_per_gpu={args.batch_size} x gradient_accumulation_steps="
         text += f"{args.gradient_accumulation_steps} x {copies} ranks = {here}; remove {key} or"

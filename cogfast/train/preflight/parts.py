@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from cogfast.config.sat_keys import FIRST_STAGE, OPTIMIZER, TEXT_ENCODERS
 from cogfast.core.values import KeyProblem, cut
 from cogfast.extensions.formats.image_scale import difference, pipeline_code, stock_scale
 from cogfast.model.config import TransformerConfig
@@ -27,16 +28,13 @@ from cogfast.train.optimizer import build_learning_rate, build_optimizer, shorte
 
 logger = logging.getLogger(__name__)
 
-_FIRST_STAGE = "model.first_stage_config"
-_ENCODERS = "model.conditioner_config.params.emb_models"
-
 
 def check_frozen_parts(frozen: FrozenParts, text_length: int) -> None:
     """Check that both encoders are configured, as video files with captions need them."""
     first_stage, text_encoder = frozen.first_stage, frozen.text_encoder
     fix = "as in the model files of configs/"
     if first_stage is None:
-        text = f"{_FIRST_STAGE} is missing: an autoencoder encodes video files; add the section"
+        text = f"{FIRST_STAGE} is missing: an autoencoder encodes video files; add the section"
         raise ValueError(f"{text}, {fix}")
     params = first_stage.params
     if "encoder_config" in params and not params.get("ckpt_path"):
@@ -44,13 +42,15 @@ def check_frozen_parts(frozen: FrozenParts, text_length: int) -> None:
         text = f"{key} is missing: an autoencoder with random weights cannot encode videos"
         raise KeyProblem(key, f"{text}; set it to the path of 3d-vae.pt")
     if text_encoder is None:
-        text = f"{_ENCODERS} is missing or empty: captions are encoded by a text encoder; add one"
+        text = (
+            f"{TEXT_ENCODERS} is missing or empty: captions are encoded by a text encoder; add one"
+        )
         raise ValueError(f"{text}, {fix}")
     # A user's own text encoder may have no such argument; then there is nothing to compare.
     default = inspect.signature(text_encoder.kind).parameters.get("max_length")
     length = text_encoder.arguments.get("max_length", default and default.default)
     if length is not None and length != text_length:
-        key = f"{_ENCODERS}.0.params.max_length"
+        key = f"{TEXT_ENCODERS}.0.params.max_length"
         text = f"{key}={length} must equal text_length={text_length} of the model's "
         text += "pos_embed_config; change one of them (226 for CogVideoX 1.0, 224 for 1.5)"
         raise KeyProblem(key, text)
@@ -66,7 +66,7 @@ def missing_frozen(frozen: FrozenParts) -> Iterator[tuple[str, str]]:
         if path is not None and not Path(path).exists():
             yield key, f"{key}={cut(path, 160)} does not exist; set it to the autoencoder's weights"
     if text_encoder is not None:
-        params, key = text_encoder.params, f"{_ENCODERS}.0.params.model_dir"
+        params, key = text_encoder.params, f"{TEXT_ENCODERS}.0.params.model_dir"
         folder = params.get("model_dir")
         is_cached = params.get("cache_dir") is not None  # then model_dir is a hub name
         if folder is not None and not is_cached and not (folder and Path(folder).is_dir()):
@@ -86,7 +86,7 @@ def try_optimizer(args: TrainKeys, section: Mapping[str, Any], allow_import: Seq
         ema_device=args.ema_device,
         lr=args.lr,
     )
-    try_build("deepspeed.optimizer", build)
+    try_build(OPTIMIZER, build)
 
 
 def try_build(key: str, build: Callable[[], object]) -> None:

@@ -28,11 +28,13 @@ from omegaconf import OmegaConf
 
 import cogfast.extensions.stores.store as store
 from cogfast import __version__
-from cogfast.config.sat_keys import take_moved
+from cogfast.config.sat_keys import DENOISER, FIRST_STAGE, OPTIMIZER, SAMPLER, take_moved
 from cogfast.core.addresses import shown
 from cogfast.core.files import WriteError, read_limited, wait_until, write_text
 from cogfast.core.run_lock import RunLock, check_object, is_held
 from cogfast.core.values import counted, cut, leaves, printable
+from cogfast.data.keys import data_param
+from cogfast.distributed.keys import DeepSpeedKeys
 from cogfast.distributed.process_groups import ProcessGroups
 from cogfast.extensions.formats.peft import FILE_NAME as LORA_FILE_NAME
 from cogfast.extensions.stores.mirror import (
@@ -63,39 +65,23 @@ logger = logging.getLogger(__name__)
 Sections = Mapping[str, Mapping[str, Any]]  # plain values
 # Keys that decide what is trained: a resumed run must have the same values as its checkpoint. Paths,
 # intervals, logging, evaluation, the number of steps, and the parallel layout may change.
+_TRAINED = (
+    "seed mode attention sparse_warmup cached_noised_images weight_decay quantize_base bf16 fp16 lr "
+    "min_lr_ratio"
+)
 _DECISIVE = (
-    "trainer*",
-    "model.*",
-    "data.*",
-    "args.seed",
-    "args.mode",
-    "args.attention",
-    "args.sparse_warmup",
-    "args.cached_noised_images",
-    "deepspeed.optimizer.*",
-    "deepspeed.gradient_clipping",
-    "args.weight_decay",
-    "args.quantize_base",
-    "args.bf16",
-    "args.fp16",
-    "args.lr",
-    "args.lr_*",
-    "args.warmup*",
-    "args.min_lr_ratio",
+    *("trainer*", "model.*", "data.*", "args.lr_*", "args.warmup*", f"{OPTIMIZER}.*"),
+    *map(TrainKeys.key, _TRAINED.split()),
+    DeepSpeedKeys.key("gradient_clipping"),
 )
 # Exceptions, which may change: locations of files, sampling, and ways to save memory.
 _FREE = (
-    "*_path",
-    "*_dir",
-    "*_folder",
-    "model.first_stage_config.params.path",
-    "model.sampler_config.*",
-    "*.checkpoint_activations",
-    "model.en_and_decode_n_samples_a_time",
-    "data.params.keep_decoded_mib",
-    "data.params.trust_index",
-    "model.denoiser_config.params.weighting_config.*",
+    *("*_path", "*_dir", "*_folder", "*.checkpoint_activations"),
+    *(f"{SAMPLER}.*", f"{DENOISER}.params.weighting_config.*", f"{FIRST_STAGE}.params.path"),
+    ModelKeys.key("en_and_decode_n_samples_a_time"),
+    *map(data_param, ("keep_decoded_mib", "trust_index")),
 )
+_OF_RESUMES = tuple(map(TrainKeys.key, ("resume", "accept_changes", "run_folder")))
 _MOST_NAME_BYTES = 255  # of a file or folder, on Linux
 _MOST_CHANGES = 6  # in an error message
 _CONFIG = "training_config.yaml"
@@ -503,9 +489,8 @@ def describe_run(
     """
     # A resumed run keeps the files of the first start: both may be needed to explain it.
     mark = "" if checkpoint is None else f"-from-{checkpoint.name}"
-    of_resume = ("args.resume", "args.accept_changes", "args.run_folder")
     changes = _changes_since(manifest, sections, classes)
-    changed = [text for key, text in changes.items() if key not in of_resume]
+    changed = [text for key, text in changes.items() if key not in _OF_RESUMES]
     if TENTH in origins.values():
         text = "args.warmup_steps=%d: the smaller of 100 and a tenth of the steps"
         logger.info(text, sections["args"]["warmup_steps"])
