@@ -38,7 +38,7 @@ CASES: dict[str, tuple[Any, str, str]] = {
     "error in a clip": (Encoder, "encode_video", "error"),
     "error in the loader": (BatchLoader, "__init__", "error"),
     "error in the conditioning": (VideoMaker, "condition", "error"),
-    "none": (Evaluator, "_order", "none"),
+    "none": (Evaluator, "_held_out_loss", "none"),
 }
 
 

@@ -20,7 +20,7 @@ from typing import Any
 import torch.distributed as dist
 
 from cogfast.__main__ import main as cogfast
-from cogfast.distributed import context_parallel, sequence_parallel, tensor_parallel
+from cogfast.distributed import context_parallel, tensor_parallel
 from cogfast.distributed.process_groups import ProcessGroups
 
 ENTRIES = (
@@ -46,7 +46,7 @@ PARTS = {
     "evaluate._sample": "samples",
     "trainer._evaluate": "evaluation",
     "trainer._save": "save",
-    "checkpoint_writer._write_all": "save",
+    "write._write_all": "save",
     "command._fill": "cache",
     # StopRequest's: a stop before it listens ends a rank, and so the run, without a checkpoint.
     "process_groups.__enter__": "start",
@@ -162,7 +162,7 @@ def main() -> None:
     ProcessGroups.agree = counter.wrapped("agree", ProcessGroups.agree)
     for name in ENTRIES:
         setattr(dist, name, counter.wrapped(name, getattr(dist, name)))
-    for module in (tensor_parallel, sequence_parallel, context_parallel):
+    for module in (tensor_parallel, context_parallel):
         module._ops = CountedOps(counter, module._ops)
     sys.argv = ["cogfast", *case.words]
     try:
