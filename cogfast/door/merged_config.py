@@ -13,7 +13,7 @@ from omegaconf import DictConfig, OmegaConf
 from cogfast.config.yaml_files import to_dict
 from cogfast.core.addresses import hint, shown
 from cogfast.core.keys import Settings, find_origin, with_origins
-from cogfast.core.values import leaves, put
+from cogfast.core.values import put
 
 if TYPE_CHECKING:
     from cogfast.train.run.opened import Run
@@ -61,7 +61,7 @@ class Config:
             if origin is not None:
                 for name in [name for name in origins if f"{name}.".startswith(f"{key}.")]:
                     del origins[name]
-                origins |= dict.fromkeys(leaves(value, key), origin)
+                origins[key] = origin
         made = {name: OmegaConf.create(section) for name, section in sections.items()}
         return replace(self, **made, origins=origins)
 

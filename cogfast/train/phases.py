@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -29,8 +30,8 @@ from cogfast.extensions.cache.encode_choice import EncodeChoice, largest_clips
 from cogfast.extensions.elastic.elastic import fall_back, follow_world
 from cogfast.extensions.exports.export import Exporter
 from cogfast.extensions.formats.convert import OTHERS_RUN_DENSE
+from cogfast.extensions.page.page import write_facts
 from cogfast.extensions.plan.ladder import FIT, apply_checkpointing, changed_setup, fit_to_device
-from cogfast.extensions.plan.memory import setup_of
 from cogfast.extensions.plan.out_of_memory import MemoryWatch
 from cogfast.extensions.publish.publish import warn_of_missing_token
 from cogfast.extensions.sample.evaluate import Evaluator
@@ -63,7 +64,6 @@ from cogfast.train.checkpoint.write import CheckpointWriter
 from cogfast.train.frozen_encoders import EncodeOverrides
 from cogfast.train.keys import TrainKeys
 from cogfast.train.optimizer import TENTH, build_optimizer, parameter_groups, warn_of_rate
-from cogfast.train.own_classes import Classes, own_classes
 from cogfast.train.preflight.attention_choice import choose_for_training
 from cogfast.train.preflight.check import check_train
 from cogfast.train.preflight.header_scan import log_pictures, record_bad, survey_datasets
@@ -82,6 +82,7 @@ from cogfast.train.run.folder import (
     plain_sections,
 )
 from cogfast.train.run.opened import Run
+from cogfast.train.run.own_classes import Classes, own_classes
 from cogfast.train.run.run_log import RunLog
 from cogfast.train.run.terminal import log_unused, resume_words
 from cogfast.train.video_size import SampleSize, warn_of_pipeline_positions
@@ -98,6 +99,27 @@ logger = logging.getLogger(__name__)
 _COPIES = {"s3": "aws s3 cp --recursive", "gs": "gcloud storage cp --recursive"}
 
 
+def start(run: Run) -> tuple[Run, ProcessGroups]:
+    """Check a run and start its processes. Return it with what its weights, its launch and its devices decide."""
+    run = run.with_values(*follow_weights(run.args))
+    values, launch = follow_world(run.args, run.deepspeed, run.origins)
+    run = run.with_values(values, run.args.key("elastic"))
+    args = run.args
+    if not args.compile:
+        run_without_dynamo()
+    # Before process groups and GPU memory, so that a mistake ends the run in seconds.
+    check_train(run)
+    groups = start_processes(
+        args.model_parallel_size, args.context_parallel_size, args.collective_timeout, launch
+    )
+    groups.check_same(leaves(plain_sections(run.sections)))
+    change = partial(changed_setup, run)
+    if args.fit == "auto" and (values := fit_to_device(args, change, groups)):
+        run = run.with_values(values, FIT)
+        check_train(run)
+    return run, groups
+
+
 class Parts:
     """All that the training loop uses. step: completed optimizer steps, of the run that it resumes.
 
@@ -111,24 +133,8 @@ class Parts:
 
         own: classes. held: what the run holds until its log ends: the lock of its folder, uploads to a store.
         """
-        run = run.with_values(*follow_weights(run.args))
-        values, launch = follow_world(run.args, run.deepspeed, run.origins)
-        run = run.with_values(values, run.args.key("elastic"))
-        args = run.args
-        if not args.compile:
-            run_without_dynamo()
-        # Before process groups and GPU memory, so that a mistake ends the run in seconds.
-        check_train(run)
-        groups = start_processes(
-            args.model_parallel_size, args.context_parallel_size, args.collective_timeout, launch
-        )
-        groups.check_same(leaves(plain_sections(run.sections)))
-        change = partial(changed_setup, run)
-        if args.fit == "auto" and (values := fit_to_device(args, change, groups)):
-            run = run.with_values(values, FIT)
-            args = run.args
-            check_train(run)
-        network, data, model = run.network, run.data_arguments, run.model
+        run, groups = start(run)
+        args, network, data, model = run.args, run.network, run.data_arguments, run.model
         diffusion = assemble_diffusion(run.denoiser, run.loss, run.sampler)
         if groups.is_main:
             log_unused(run.unused, run.sections["args"], run.origins)
@@ -152,7 +158,7 @@ class Parts:
         datasets = read_from_cache(videos, *about, groups, overrides)
         order = assemble_order(datasets.train, args.seed, global_batch)
         num_steps = args.train_iters if args.epochs is None else order.num_steps(args.epochs)
-        assert num_steps is not None, "from_config sets a default"
+        assert num_steps is not None, "the door sets a default"
         args, learning_rate = fit_rates(run.origins, args, num_steps)
         run = run.with_values(warmup_of(args, run.args), TENTH)
         if groups.is_main:
@@ -218,9 +224,8 @@ class Parts:
         state = args.optimizer_moments, args.ema_device, args.lr
         optimizer = build_optimizer(section, made, args.kernels, run.allow_import, *state)
         # Before ZeRO-3 divides the parameters.
-        setup = partial(setup_of, run, args, groups.world_size)
-        more = partial(changed_setup, run), groups, self.how_to_resume
-        memory = MemoryWatch(args, setup, *more)
+        change = partial(changed_setup, replace(run, args=args))
+        memory = MemoryWatch(args, change, groups, self.how_to_resume)
         memory.attention = backend
         mpu = None if groups.tensor is None else ModelParallelUnit(groups)
         # Last, because DeepSpeed copies the loaded weights into its flat partitions.
@@ -301,6 +306,27 @@ def assemble(run: Run, overrides: EncodeOverrides, kind: type) -> Parts:
         if isinstance(error, DamagedRun) and run.args.elastic != "off":
             fall_back(error, run.args.resume)
         raise
+
+
+def write_run_facts(parts: Parts, num_steps: int, shows_ema: bool) -> None:
+    """Write what the page of a run shows and no other file has. shows_ema: its samples are made with EMA's weights."""
+    run = parts.run
+    if not parts.groups.is_main:
+        return
+    write_facts(
+        parts.folder,
+        run.sections["args"],
+        run.origins,
+        run.allow_import,
+        parts.args,
+        parts.attention_backend,
+        parts.engine.transformer.config.adapters,
+        num_samples=len(parts.datasets.train),
+        num_steps=num_steps,
+        global_batch=parts.global_batch,
+        num_trained=parts.num_trained,
+        shows_ema=shows_ema,
+    )
 
 
 class _SharedBadSamples(Watcher):

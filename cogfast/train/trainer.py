@@ -18,14 +18,13 @@ from cogfast.distributed.model_batches import ModelBatches
 from cogfast.distributed.process_groups import StopRequest
 from cogfast.distributed.step_clock import CLOCK
 from cogfast.distributed.stop_signals import keep_in_last_line
-from cogfast.extensions.page.page import write_facts
 from cogfast.extensions.publish.publish import push
 from cogfast.extensions.stores.mirror import name_of
 from cogfast.extensions.stores.store import is_url, local_cache
 from cogfast.model.lora import without_adapters
 from cogfast.train.assembly import assemble_batches
 from cogfast.train.frozen_encoders import NO_OVERRIDES, EncodeOverrides
-from cogfast.train.phases import assemble, assemble_watchers
+from cogfast.train.phases import assemble, assemble_watchers, write_run_facts
 from cogfast.train.preflight.parts import warn_of_image_scale
 from cogfast.train.run.folder import plain_sections
 from cogfast.train.run.opened import Opens
@@ -54,7 +53,6 @@ class Trainer:
         log_misspelt(cls, Trainer, ("losses", "add_noise", "compute_loss", "predict"))
 
     def __init__(self, config: Opens, overrides: EncodeOverrides = NO_OVERRIDES) -> None:
-        """config: what load_config returns."""
         parts = self.parts = assemble(config.run, overrides, self._kind or type(self))
         self.config, self.args, self.groups = config, parts.args, parts.groups
         self.diffusion, self.encoder, self.engine = parts.diffusion, parts.encoder, parts.engine
@@ -338,8 +336,7 @@ class Trainer:
         return self.writer.saved_step == self.step
 
     def _announce(self) -> None:
-        args, run, groups = self.args, self.parts.run, self.groups
-        config = self.engine.transformer.config
+        args, config, groups = self.args, self.engine.transformer.config, self.groups
         names = ("GPU", "GPUs") if groups.device.type == "cuda" else ("process", "processes")
         rows = ", rows split" if args.sequence_parallel else ""
         context = f" x cp {groups.context_size}" if groups.context_size > 1 else ""
@@ -347,7 +344,6 @@ class Trainer:
         ranks = f"{counted(groups.world_size, *names)} ({mesh})"
         parts = f"dp {groups.data_size} x batch {args.batch_size}"
         accumulation = args.gradient_accumulation_steps
-        layers = counted(config.num_layers, "layer")
         places = [*args.train_data, *args.valid_data, args.latent_cache or "", name_of(self.folder)]
         rate = f"{args.lr:g}, {args.lr_schedule}"
         if self.learning_rate is not self.parts.learning_rate:
@@ -360,7 +356,7 @@ class Trainer:
             "global batch": f"{self.parts.global_batch} = {parts} x accumulation {accumulation}",
             "data": counted(len(self.datasets.train), "sample"),
             "steps": f"{self.step} to {self.num_steps}",
-            "model": f"{layers} of width {config.hidden_size}",
+            "model": f"{counted(config.num_layers, 'layer')} of width {config.hidden_size}",
             "conditions": ", ".join(self.encoder.conditions) or None,
             "trained": f"{self.parts.num_trained / 1e6:.2f} M parameters",
             "adapters": config.adapters,
@@ -369,36 +365,23 @@ class Trainer:
         }
         log_facts({name: fact for name, fact in facts.items() if fact is not None})
         self.parts.memory.start()
-        if groups.is_main:
-            write_facts(
-                self.folder,
-                run.sections["args"],
-                run.origins,
-                run.allow_import,
-                self.args,
-                self.parts.attention_backend,
-                config.adapters,
-                num_samples=len(self.datasets.train),
-                num_steps=self.num_steps,
-                global_batch=self.parts.global_batch,
-                num_trained=self.parts.num_trained,
-                shows_ema=self.evaluator.shows_ema,
-            )
+        write_run_facts(self.parts, self.num_steps, self.evaluator.shows_ema)
 
     def _log_end(self, stop: StopRequest) -> None:
         """Log why the run ended, where its checkpoint is, its last results, and what may follow."""
-        is_finished, config = self.step >= self.num_steps, self.engine.transformer.config
+        is_finished, run = self.step >= self.num_steps, self.parts.run
         if is_finished:
             path = name_of(self.writer.path(self.step))
             logger.info("finished at step %d; checkpoint: %s", self.step, path)
         else:
-            key = f"args.exit_interval={self.args.exit_interval}"
+            key, text = (
+                f"args.exit_interval={self.args.exit_interval}",
+                "stopped at step %d of %d by %s; %s",
+            )
             reason, how = stop.reason if stop.is_stopping else key, self.parts.how_to_resume()
-            text = "stopped at step %d of %d by %s; %s"
             logger.info(text, self.step, self.num_steps, reason, how)
         log_results(self.metrics.history, self.evaluator.samples)
         if is_finished:
-            is_lora, shows_ema = config.lora_rank is not None, self.evaluator.shows_ema
-            log_commands(self.parts.run, name_of(self.folder), self.step, is_lora, shows_ema)
-        load = self.parts.run.args.load
-        warn_of_image_scale(self.parts.run.model, load, config, is_end=True)
+            is_lora, shows_ema = run.network.config.lora_rank is not None, self.evaluator.shows_ema
+            log_commands(run, name_of(self.folder), self.step, is_lora, shows_ema)
+        warn_of_image_scale(run.model, run.args.load, run.network.config, is_end=True)

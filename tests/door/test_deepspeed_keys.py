@@ -7,7 +7,7 @@ import pytest
 import yaml
 from omegaconf import OmegaConf
 
-from cogfast.config import Config, load_config, with_words
+from cogfast.config import Config, load_config
 from cogfast.config.yaml_files import to_dict
 from cogfast.distributed.zero_engine import deepspeed_config
 from cogfast.train.preflight.mesh import check_global_batch
@@ -183,7 +183,7 @@ def test_the_command_line_decides_between_two_files_that_contradict_each_other(
 def test_a_runs_own_file_has_what_the_run_was_given(tmp_path: Path) -> None:
     """args.fit changes args; another value of either key may follow on the command line."""
     config = load_config([SFT], ["args.batch_size=4"])
-    config = with_words(config, ["args.batch_size=1"], "args.fit=auto")
+    config = config.with_values({"args.batch_size": (1, "args.fit=auto")})
     assert config.origins["args.batch_size"] == "args.fit=auto"
     saved = tmp_path / "training_config.yaml"
     saved.write_text(config.to_yaml())

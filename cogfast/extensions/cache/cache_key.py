@@ -22,7 +22,7 @@ from cogfast.model.keys import ModelKeys
 from cogfast.moved import public_module
 from cogfast.train.frozen_encoders import EncodeOverrides
 from cogfast.train.keys import TrainKeys
-from cogfast.train.own_classes import own_classes
+from cogfast.train.run.own_classes import own_classes
 
 # Arguments of the encoders that do not change what they compute.
 _WITHOUT_EFFECT = ("use_slicing", "freeze", "device", "cache_dir", "ignore_keys")

@@ -49,14 +49,13 @@ class MemoryWatch(Watcher):
     def __init__(
         self,
         args: TrainKeys,
-        setup: Callable[[], Setup],
         change: Change,
         groups: ProcessGroups,
         how_to_resume: Callable[[], str],
     ) -> None:
-        """setup: of the run; change: of its keys. how_to_resume: describes the last checkpoint."""
+        """change: of the run. how_to_resume: describes the last checkpoint."""
         self.args, self.groups = args, groups
-        self.make_setup, self.change = setup, change
+        self.change = change
         self.how_to_resume = how_to_resume
         self.policies: tuple[Policy, ...] | None = None  # of the blocks, when they have some
         self.attention: str | None = None  # the backend, when one is chosen
@@ -66,7 +65,7 @@ class MemoryWatch(Watcher):
     @cached_property
     def setup(self) -> Setup | None:
         try:
-            return self.make_setup()
+            return self.change({}, self.groups.world_size, None)[1]
         # No run ends because it could not be predicted.
         except Exception as error:
             _warn(error)

@@ -54,7 +54,7 @@ _SLICE = keys(
         "share": NotRequired[tuple[_Part, Size]],  # index, count
     }
 )
-_CLASS = keys({"name": str, "code": str | None})  # see train/own_classes.py
+_CLASS = keys({"name": str, "code": str | None})  # see train/run/own_classes.py
 _MANIFEST = {
     "format": str,
     "step": _Count,

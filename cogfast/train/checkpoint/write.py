@@ -52,7 +52,7 @@ from cogfast.model.weights.checkpoint_manifest import (
 )
 from cogfast.model.weights.tensor_files import Outgoing, write_safetensors
 from cogfast.train.keys import FolderLayout
-from cogfast.train.own_classes import Classes
+from cogfast.train.run.own_classes import Classes
 
 logger = logging.getLogger(__name__)
 

@@ -58,7 +58,7 @@ from cogfast.model.weights.checkpoint_manifest import (
 )
 from cogfast.train.keys import FolderLayout, TrainKeys
 from cogfast.train.optimizer import TENTH
-from cogfast.train.own_classes import Classes, changes_of_code
+from cogfast.train.run.own_classes import Classes, changes_of_code
 
 logger = logging.getLogger(__name__)
 
@@ -69,18 +69,13 @@ _TRAINED = (
     "seed mode attention sparse_warmup cached_noised_images weight_decay quantize_base bf16 fp16 lr "
     "min_lr_ratio"
 )
-_DECISIVE = (
-    *("trainer*", "model.*", "data.*", "args.lr_*", "args.warmup*", f"{OPTIMIZER}.*"),
-    *map(TrainKeys.key, _TRAINED.split()),
-    DeepSpeedKeys.key("gradient_clipping"),
-)
+_DECISIVE = [*map(TrainKeys.key, _TRAINED.split()), DeepSpeedKeys.key("gradient_clipping")]
+_DECISIVE += ["trainer*", "model.*", "data.*", "args.lr_*", "args.warmup*", f"{OPTIMIZER}.*"]
 # Exceptions, which may change: locations of files, sampling, and ways to save memory.
-_FREE = (
-    *("*_path", "*_dir", "*_folder", "*.checkpoint_activations"),
-    *(f"{SAMPLER}.*", f"{DENOISER}.params.weighting_config.*", f"{FIRST_STAGE}.params.path"),
-    ModelKeys.key("en_and_decode_n_samples_a_time"),
-    *map(data_param, ("keep_decoded_mib", "trust_index")),
-)
+_FREE = ["*_path", "*_dir", "*_folder", "*.checkpoint_activations", f"{SAMPLER}.*"]
+_FREE += [f"{DENOISER}.params.weighting_config.*", f"{FIRST_STAGE}.params.path"]
+_FREE += [ModelKeys.key("en_and_decode_n_samples_a_time")]
+_FREE += map(data_param, ("keep_decoded_mib", "trust_index"))
 _OF_RESUMES = tuple(map(TrainKeys.key, ("resume", "accept_changes", "run_folder")))
 _MOST_NAME_BYTES = 255  # of a file or folder, on Linux
 _MOST_CHANGES = 6  # in an error message

@@ -88,7 +88,7 @@ class Run:
 
 
 class Opens(Protocol):
-    """What load_config returns."""
+    """A configuration as load_config returns it."""
 
     @property
     def run(self) -> Run: ...

@@ -38,7 +38,7 @@ _WRITES = {"remove", "rename", "rmdir", "mkdir", "link", "symlink", "truncate", 
 _WRITES = {f"os.{name}" for name in _WRITES | {"utime"}} | {"shutil.rmtree", "shutil.move"}
 _WRITE_FLAGS = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 # Commands import these when they need them; forked cases have them already.
-_OURS = ["cli.options", "config", "finetune.models", "config.merged_config"]
+_OURS = ["cli.options", "door.load", "door.run", "finetune.models"]
 _OURS += ["extensions.cache.command"]
 _OURS += ["extensions.sample.command", "extensions.sample.lora_overlay"]
 _THEIRS = ["deepspeed", "deepspeed.runtime.zero.muon.original_muon", "encodings.cp437", "networkx"]

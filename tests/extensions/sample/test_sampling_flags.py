@@ -25,7 +25,7 @@ def test_options_are_the_keys_that_they_name():
     flags = SamplingFlags(steps=20, guidance=4.5, frames=17, num_videos=3)
     words = (f"{SAMPLER}.num_steps=20", f"{SAMPLER}.guider_config.params.scale=4.5")
     by_hand = load("cogvideox_5b", *words, "args.sampling_num_frames=5", "args.batch_size=3")
-    found = flags.apply(load())
+    found = load().filled(flags.settings)
     assert found.sections() == by_hand.sections()
     # The shipped file refers to the number of steps; the ramp follows in a run's file, too.
     guider = to_dict(found.model)["sampler_config"]["params"]["guider_config"]
@@ -137,7 +137,7 @@ def test_wrong_values_are_named(refusal: Refusal, tmp_path: Path) -> None:
 
 def test_a_size_that_does_not_fit_is_named_as_it_was_typed() -> None:
     with pytest.raises(ValueError, match=r"^--size=33x48: rows must be a multiple of 16 and"):
-        SamplingFlags(size=(33, 48)).apply(load())
-    config = SamplingFlags(size=(480, 720), fps=8).apply(load())
+        load().filled(SamplingFlags(size=(33, 48)).settings)
+    config = load().filled(SamplingFlags(size=(480, 720), fps=8).settings)
     assert (config.args.sampling_image_size, config.args.sampling_fps) == ([480, 720], 8)
     assert config.origins["args.sampling_image_size"] == "--size"

@@ -17,7 +17,7 @@ from cogfast.core.files import checksum_of_bytes
 Classes = Mapping[str, Mapping[str, str | None]]
 TRAINER = "trainer"
 # Parts of the paths of installed code
-_NOT_OWN = (f"{Path(__file__).parents[1]}/", sysconfig.get_path("stdlib"), "-packages/")
+_NOT_OWN = (f"{Path(__file__).parents[2]}/", sysconfig.get_path("stdlib"), "-packages/")
 
 
 def own_classes(sections: Mapping, allow_import: Sequence[str], trainer: type | None) -> Classes:
