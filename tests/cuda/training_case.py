@@ -25,7 +25,6 @@ from cogfast.extensions.plan.memory import GIB, plan_memory, setup_of
 from cogfast.extensions.sparse import check as sparse_check
 from cogfast.kernels import torch_library
 from cogfast.train import assembly, trainer
-from cogfast.train.run import parts
 from cogfast.train.trainer import Trainer
 from cogfast.train.watchers.nonfinite import NonfiniteCheck
 from cogfast.train.watchers.watcher import Watchers
@@ -136,7 +135,7 @@ def _innermost_place() -> str:
 
 def prepare(config: Config) -> trainer.Trainer:
     """Return a trainer that neither checks files, draws weights nor saves."""
-    changed: Any = parts
+    changed: Any = phases
     changed.check_train = lambda config: None
     changed.lora_cannot_learn = lambda transformer, groups: None
     results: Any = sparse_check

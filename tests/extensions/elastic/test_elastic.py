@@ -17,9 +17,9 @@ from cogfast.core.run_lock import RunLock
 from cogfast.door.merged_config import Config
 from cogfast.extensions.elastic.elastic import Plan, divide, follow_world, plan_world
 from cogfast.model.weights.checkpoint_manifest import read_manifest, write_manifest
+from cogfast.train import phases
 from cogfast.train.checkpoint.write import CheckpointWriter
 from cogfast.train.phases import Parts
-from cogfast.train.run import parts
 from tests.support.refusals import assert_refused
 from tests.support.runs import Run
 from tests.train.checkpoint.test_damaged import flip_bit
@@ -173,7 +173,7 @@ def test_a_restart_continues_from_the_last_good_checkpoint(
     """For a person the error names it; a run that has lost a machine restarts without one."""
     folder = run.train("args.save_interval=2", steps=4).path / "checkpoints"
     DAMAGES[what](folder)
-    monkeypatch.setattr(parts, "follow_world", lambda *_: ({}, None))
+    monkeypatch.setattr(phases, "follow_world", lambda *_: ({}, None))
     shrinks = "args.elastic=shrink", "args.resume=auto", "args.train_iters=5"
     line = f"the last good one is that of step {{}}: give {folder}"
     if what == "tensors":  # which are read when the run is built
