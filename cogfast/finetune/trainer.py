@@ -40,6 +40,7 @@ from cogfast.finetune.overrides import (
     StepVideos,
     check_collated,
     check_encoded,
+    described,
     identity,
     overridden,
     samples_of,
@@ -127,12 +128,8 @@ class _Run(cogfast.train.trainer.Trainer):
         loss: Any = self.owner.compute_loss(batch)
         if isinstance(loss, Tensor) and loss.numel() == 1:
             return loss
-        is_tensor = isinstance(loss, Tensor)
-        what = f"tensor of shape {list(loss.shape)}" if is_tensor else type(loss).__name__
-        raise ValueError(
-            f"{type(self.owner).__name__}.compute_loss returned a {what}; return the loss "
-            "alone, a tensor of one number"
-        )
+        what = f"{type(self.owner).__name__}.compute_loss returned {described(loss)}"
+        raise ValueError(f"{what}; return the loss alone, a tensor of one number")
 
     def _of_upstream(self, batch: dict, rng: SlotRandom) -> dict:
         """Return a batch with upstream's keys, collated. If collate_fn cannot read what belongs to a sample,
@@ -262,10 +259,6 @@ class Trainer:
         if eval_data["image"] is not None:
             given["image"] = eval_data["image"]
         return [("video", pipe(**given, generator=self.state.generator).frames[0])]
-
-    def validation_video(self, index: int) -> Tensor | None:
-        """Read the clip [3, F, H, W] in [-1, 1] of a line of --validation_videos; None without them."""
-        return self.read_video(self._videos[index])[0] if self._videos else None
 
     def read_video(self, path: str | Path) -> Tensor:
         """Read a file as the clips of the data are read: [1, 3, F, H, W] in [-1, 1], on the CPU.

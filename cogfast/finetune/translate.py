@@ -274,11 +274,11 @@ def read_launch(
             zero[f"offload_{part}"] = {"device": given[f"{name}_DEVICE"].lower()}
             if f"{name}_NVME_PATH" in given:
                 zero[f"offload_{part}"]["nvme_path"] = given[f"{name}_NVME_PATH"]
-    keys = [
-        key for key in ("gradient_accumulation_steps", "gradient_clipping") if key.upper() in given
-    ]
-    section = {key: _number(given[key.upper()]) for key in keys}
-    return None, {"zero_optimization": zero, **section}, asked
+    section: dict[str, Any] = {"zero_optimization": zero}
+    for key in ("gradient_accumulation_steps", "gradient_clipping"):
+        if key.upper() in given:
+            section[key] = _number(given[key.upper()])
+    return None, section, asked
 
 
 def _number(text: str) -> Any:
@@ -321,9 +321,8 @@ def deepspeed_settings(args: Args, others: Settings) -> Settings:
         section |= {f"{name}.{key}": value for key, value in part.items()}
     section = {key: value for key, value in section.items() if value != "auto"}
     for key, value in section.items():
-        wanted, origin = others.get(f"args.{FOLDED.get(key)}") or others.get(
-            f"deepspeed.{key}", (None, "")
-        )
+        here = f"args.{FOLDED[key]}" if f"args.{FOLDED.get(key)}" in others else f"deepspeed.{key}"
+        wanted, origin = others.get(here, (None, ""))
         option = origin.removeprefix("--")
         if option not in (origin, "optimizer") and value not in (None, wanted):
             _refuse(args, option, file, key, value)
