@@ -308,17 +308,16 @@ def deepspeed_settings(args: Args, others: Settings) -> Settings:
     file = file or _LAUNCH
     if section.pop("scheduler", None) is not None:
         logger.info("%s: its scheduler is not used; --lr_scheduler sets the learning rate", file)
-    optimizer = _mapping(file, section.pop("optimizer", None), "optimizer")
-    params = _mapping(file, optimizer.get("params"), "optimizer.params")
-    if str(optimizer.get("type", args.optimizer)).lower() != args.optimizer.lower():
-        _refuse(args, "optimizer", file, "optimizer.type", optimizer["type"])
-    # Key by key: a whole section would replace what options have set in it.
-    if "type" in optimizer:
-        section["optimizer.type"] = optimizer["type"]
-    parts = {"optimizer.params": params}
-    parts |= {k: section.pop(k) for k in ("bf16", "fp16") if isinstance(section.get(k), dict)}
-    for name, part in parts.items():
-        section |= {f"{name}.{key}": value for key, value in part.items()}
+    # Key by key: a whole mapping would replace what options have set in it.
+    for name in ("optimizer", "optimizer.params", "bf16", "fp16"):
+        part = section.pop(name, None)
+        if isinstance(part, dict):
+            section |= {f"{name}.{key}": value for key, value in part.items()}
+        elif part is not None:
+            section[name] = part  # refused by the check of the key
+    kind = section.get("optimizer.type", args.optimizer)
+    if str(kind).lower() != args.optimizer.lower():
+        _refuse(args, "optimizer", file, "optimizer.type", kind)
     section = {key: value for key, value in section.items() if value != "auto"}
     for key, value in section.items():
         here = f"args.{FOLDED[key]}" if f"args.{FOLDED.get(key)}" in others else f"deepspeed.{key}"
@@ -337,13 +336,9 @@ def _read(file: Path) -> dict[str, Any]:
         found = json.loads(text)
     except (ValueError, RecursionError):
         return to_dict(read_yaml(file, str(file), is_plain=True))
-    return _mapping(file, found, "the file")
-
-
-def _mapping(file: Path, found: object, key: str) -> dict[str, Any]:
-    if not isinstance(found, Mapping | None):
-        raise ValueError(f"{file}: {key}={show(found)} must be a mapping; correct it")
-    return dict(found or {})
+    if not isinstance(found, dict):
+        raise ValueError(f"{file}: the file={show(found)} must be a mapping; correct it")
+    return found
 
 
 def _refuse(args: Args, option: str, file: Path | str, key: str, value: object) -> None:
@@ -356,19 +351,20 @@ def _refuse(args: Args, option: str, file: Path | str, key: str, value: object) 
 
 def _without_effect(args: Args) -> dict[str, str]:
     """Return {option that has no effect in this run: the reason}."""
-    found = {}
-    if str(args.resume_from_checkpoint) == PLACEHOLDER:
-        found["resume_from_checkpoint"] = "the placeholder of CogVideo's scripts"
-    if args.training_type == "lora":
-        found["export_interval"] = "each LoRA checkpoint has its file for diffusers"
-    else:
-        found |= dict.fromkeys(("rank", "lora_alpha"), "--training_type sft has no adapters")
-    if args.model_type == "t2v":
-        found["image_column"] = "a text-to-video model takes no images"
-    found["pin_memory"] = "batches for a GPU are always pinned"
-    if args.optimizer.lower() != "prodigy":
-        found["beta3"] = "adamw and adam have two betas"
-    return found
+    is_lora = args.training_type == "lora"
+    is_placeholder = str(args.resume_from_checkpoint) == PLACEHOLDER
+    no_adapters = "--training_type sft has no adapters"
+    # (option, whether it has no effect, the reason)
+    rows = [
+        ("resume_from_checkpoint", is_placeholder, "the placeholder of CogVideo's scripts"),
+        ("rank", not is_lora, no_adapters),
+        ("lora_alpha", not is_lora, no_adapters),
+        ("export_interval", is_lora, "each LoRA checkpoint has its file for diffusers"),
+        ("image_column", args.model_type == "t2v", "a text-to-video model takes no images"),
+        ("pin_memory", True, "batches for a GPU are always pinned"),
+        ("beta3", args.optimizer.lower() != "prodigy", "adamw and adam have two betas"),
+    ]
+    return {name: reason for name, is_unused, reason in rows if is_unused}
 
 
 def notices(args: Args) -> list[str]:
