@@ -126,9 +126,7 @@ class StepVideos(VideoMaker):
 
     def _video(self, prompt: Prompt) -> np.ndarray:
         self._trainer.seed_generators(self._random([prompt]), "validation_step")
-        videos, image, video = self._trainer._videos, prompt.image, None
-        if videos:
-            video = self._trainer.read_video(videos[prompt.index])[0]
+        image, video = prompt.image, self._trainer.validation_video(prompt.index)
         data = {
             "prompt": prompt.text,
             "image": None if image is None else _pictures(image[:, None])[0],

@@ -260,6 +260,10 @@ class Trainer:
             given["image"] = eval_data["image"]
         return [("video", pipe(**given, generator=self.state.generator).frames[0])]
 
+    def validation_video(self, index: int) -> Tensor | None:
+        """Read the clip [3, F, H, W] in [-1, 1] of a line of --validation_videos; None without them."""
+        return self.read_video(self._videos[index])[0] if self._videos else None
+
     def read_video(self, path: str | Path) -> Tensor:
         """Read a file as the clips of the data are read: [1, 3, F, H, W] in [-1, 1], on the CPU.
 
