@@ -232,7 +232,7 @@ def finetune(argv: Sequence[str]) -> None:
 
     args = Args.parse_args(argv)
     start_logging()
-    from cogfast.finetune.registry import get_model_cls
+    from cogfast.finetune import get_model_cls
 
     # Building a trainer translates and checks its arguments; it loads no weights.
     trainer = get_model_cls(args.model_name, args.training_type)(args)

@@ -162,17 +162,12 @@ def _find_model(
     folder: a diffusers pipeline, its id on the hub, or a folder of SAT's. has_data: args.train_data is
     set elsewhere. is_read: all weights of a pipeline are needed.
     """
-    from cogfast.extensions.pipeline_folder.pipeline_folder import (
-        find_config,
-        hub_folder,
-        is_hub_id,
-        needed_files,
-    )
+    from cogfast.extensions.pipeline_folder import pipeline_folder
 
     folder = copy_of(folder, may_download=may_download)
     path = Path(folder)
-    if is_hub_id(folder):
-        path = hub_folder(folder, "FOLDER", may_download)
+    if pipeline_folder.is_hub_id(folder):
+        path = pipeline_folder.hub_folder(folder, "FOLDER", may_download)
     if not path.is_dir():
         raise ValueError(
             f"{folder}: no such folder; give the folder of a CogVideoX pipeline, or its id on the hub"
@@ -189,13 +184,15 @@ def _find_model(
     if not has_data and "args.train_data" not in settings:
         raise ValueError("--data is missing; give the folder of your videos: --data my_videos")
     if is_read and (path / "model_index.json").is_file():
-        lacking = [name for name in needed_files(path) if not (path / name).is_file()]
+        lacking = [
+            name for name in pipeline_folder.needed_files(path) if not (path / name).is_file()
+        ]
         if lacking:
             raise ValueError(
                 f"{folder}: has no {lacking[0]}, as after a download that was interrupted; repeat it: hf download "
                 f"OWNER/MODEL --local-dir {folder}"
             )
-    model, values = find_config(path)
+    model, values = pipeline_folder.find_config(path)
     if "args.lora_rank" in settings:
         values["args.experiment_name"] = "lora"
     # Training has whole-numbered positions, as both upstream trainers.
@@ -257,7 +254,17 @@ def parse_sample(argv: Sequence[str]) -> Request:
     parser.add_argument("--dry-run", action="store_true", help=text)
     text = "output folder, without samples of an earlier call; default: args.output_dir, with a run the folder "
     parser.add_argument("--out", type=local_path, metavar="DIR", help=text + "samples")
-    _add_sampling_flags(parser)
+    own = "; default: the configuration's"
+    count, number = number_up_to(int, 10**5), number_up_to(int, 1000)
+    for name, metavar, kind, text in (  # of SamplingFlags
+        ("steps", "N", number, "sampling steps" + own),
+        ("guidance", "X", number_up_to(float, 1000), "guidance scale; 1: no guidance" + own),
+        ("frames", "N", count, "number of frames: 8k+1" + own),
+        ("num-videos", "N", count, "videos per prompt, each with a different seed; default: 1"),
+        ("size", "HxW", _size, "rows and columns, such as 480x720" + own),
+        ("fps", "N", number, "frames per second of the video files" + own),
+    ):
+        parser.add_argument(f"--{name}", metavar=metavar, type=kind, help=text)
     text = "a run or a model folder, or the address of one, or a hub id; key=value sets a key of the configuration"
     parser.add_argument("sources", nargs="*", metavar="FOLDER | key=value", help=text)
     shown = {
@@ -276,15 +283,16 @@ def parse_sample(argv: Sequence[str]) -> Request:
         check_run(parser.prog, argv, sources)
     if found.prompts and found.prompt_file:
         raise ValueError("--prompt and --prompt-file are both given; use one")
-    if sources and not Path(sources[0]).exists():
-        from cogfast.extensions.pipeline_folder.pipeline_folder import hub_folder, is_hub_id
-
-        # A word that is neither a path nor an id is reported below, as a folder that is missing.
-        if is_hub_id(sources[0]):
-            sources = [str(hub_folder(sources[0], "FOLDER", may_download=not found.dry_run))]
+    overrides = _all_overrides(found, [*moved, *overrides])
     settings: Settings = {}
     fitting: list[str] = []
     if sources:
+        from cogfast.extensions.pipeline_folder import pipeline_folder
+
+        # A word that is neither a path nor an id is reported below, as a folder that is missing.
+        if not Path(sources[0]).exists() and pipeline_folder.is_hub_id(sources[0]):
+            may_download = not found.dry_run
+            sources = [str(pipeline_folder.hub_folder(sources[0], "FOLDER", may_download))]
         settings = trained_settings(Path(sources[0]))
         file = None if settings else _run_config(Path(sources[0]))
         if settings or file:
@@ -293,10 +301,8 @@ def parse_sample(argv: Sequence[str]) -> Request:
             fitting = [f"args.{word}" for word in layout]
             settings = settings | _of_caller(settings)
         else:  # a model folder, with the file of configs/ that fits it
-            from cogfast.extensions.pipeline_folder.pipeline_folder import find_config
-
-            _refuse_second_load(sources[0], _all_overrides(found, overrides))
-            file, values = find_config(Path(sources.pop()))
+            _refuse_second_load(sources[0], overrides)
+            file, values = pipeline_folder.find_config(Path(sources.pop()))
             fitting = [f"{key}={json.dumps(value)}" for key, value in values.items()]
         base = [] if file is None else [str(file)]
     # The other fields have the names of their options.
@@ -304,7 +310,7 @@ def parse_sample(argv: Sequence[str]) -> Request:
     given = {name: vars(found)[name] for name in names} | {
         "base": base,
         "settings": settings,
-        "overrides": [*fitting, *_all_overrides(found, [*moved, *overrides])],
+        "overrides": [*fitting, *overrides],
         "inputs": {name: vars(found)[name] for name in _INPUT_NAMES if vars(found)[name]},
         "weights": sources[0] if sources else None,
         "sampling": SamplingFlags(**{o.name: vars(found)[o.name] for o in fields(SamplingFlags)}),
@@ -327,21 +333,6 @@ def _refuse_words(
         raise ValueError(f'{text}; put quotes around a prompt: --prompt "{whole}"')
     if len(words) > 1:
         check_run(prog, argv, words)
-
-
-def _add_sampling_flags(parser: Parser) -> None:
-    """Add the options of SamplingFlags."""
-    own = "; default: the configuration's"
-    count, number = number_up_to(int, 10**5), number_up_to(int, 1000)
-    for name, metavar, kind, text in (
-        ("steps", "N", number, "sampling steps" + own),
-        ("guidance", "X", number_up_to(float, 1000), "guidance scale; 1: no guidance" + own),
-        ("frames", "N", count, "number of frames: 8k+1" + own),
-        ("num-videos", "N", count, "videos per prompt, each with a different seed; default: 1"),
-        ("size", "HxW", _size, "rows and columns, such as 480x720" + own),
-        ("fps", "N", number, "frames per second of the video files" + own),
-    ):
-        parser.add_argument(f"--{name}", metavar=metavar, type=kind, help=text)
 
 
 def _size(text: str) -> tuple[int, int]:

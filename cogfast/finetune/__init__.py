@@ -2,25 +2,19 @@
 
 from __future__ import annotations
 
-import re
 from importlib import import_module
 from typing import Any
 
-_MODULES = {
-    "Args": "schemas",
-    "Components": "schemas",
-    "Trainer": "trainer",
-    **dict.fromkeys(("register", "get_model_cls", "show_supported_models"), "registry"),
-}
-_CLASS = re.compile(r"CogVideoX(1_5)?(T2V|I2V)(Lora|Sft)Trainer")
+_OF_REGISTRY = ("register", "get_model_cls", "show_supported_models")
+_MODULES = {"Args": "schemas", "Components": "schemas", "Trainer": "trainer"}
+_MODULES |= dict.fromkeys(_OF_REGISTRY, "registry")
 
 
 def __getattr__(name: str) -> Any:
-    found = _CLASS.fullmatch(name)
-    if found is not None:
-        version, kind, training = found.groups()
-        model = f"cogvideox{'1.5' if version else ''}-{kind.lower()}"
-        return import_module(f"{__name__}.registry").get_model_cls(model, training.lower())
+    if name in _OF_REGISTRY or name.startswith("CogVideoX"):
+        models = import_module(f"{__name__}.models")  # registers the built-in classes
+        if name in vars(models):
+            return getattr(models, name)
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)

@@ -29,5 +29,5 @@ for _model, _folder in BUILT_IN.items():
         _what = "adapters" if _type == "lora" else "all weights"
         _body = {"__module__": _trainer.__name__, "__doc__": f"Trains {_what} of {_model}."}
         _class = type(_name, (Trainer,), _body)
-        setattr(_trainer, _name, _class)
+        vars(_trainer)[_name] = globals()[_name] = _class
         register(_model, _type, _class)

@@ -1,11 +1,4 @@
-"""Methods of upstream's trainer that a user's class may override, and what they get and return.
-
-encode_video(video [1, 3, F, H, W] in [-1, 1]) -> scaled latents [1, C, T, h, w]
-encode_text(prompt) -> embedding [1, L, E]
-collate_fn(samples) -> batch
-compute_loss(batch) -> loss
-load_components() -> components, initialize_pipeline() -> pipe, validation_step(data, pipe) -> a video
-"""
+"""Methods of upstream's trainer that a user's class may override (docs/finetune.md), and what they get and return."""
 
 from __future__ import annotations
 
@@ -65,7 +58,7 @@ def check_encoded(what: str, found: Any, shape: tuple[int, ...]) -> Tensor:
     """Return what an overridden encode_video or encode_text returned; ValueError for another shape."""
     if isinstance(found, Tensor) and found.is_floating_point() and tuple(found.shape) == shape:
         return found
-    raise ValueError(f"{what} returned {_shown(found)}; return floats {list(shape)}")
+    raise ValueError(f"{what} returned {described(found)}; return floats {list(shape)}")
 
 
 def samples_of(batch: Mapping[str, Any], number: int) -> list[dict[str, Any]]:
@@ -87,19 +80,20 @@ def check_collated(what: str, found: Any, samples: list[dict[str, Any]], is_loss
     is_loss_own: compute_loss is overridden, too, and may read other keys.
     """
     if not isinstance(found, dict):
-        raise ValueError(f"{what} returned {_shown(found)}; return a dict")
+        raise ValueError(f"{what} returned {described(found)}; return a dict")
     for key, name in SAMPLE_KEYS.items():
         value = found.get(key)
         is_whole = isinstance(value, Tensor) and len(value) == len(samples)
         if name in samples[0] and not is_whole and not is_loss_own:
             raise ValueError(
-                f"{what} returned {_shown(value)} as {key}; return a tensor of all {len(samples)} samples, "
+                f"{what} returned {described(value)} as {key}; return a tensor of all {len(samples)} samples, "
                 "each of which has its own noise, or override compute_loss, too"
             )
     return found
 
 
-def _shown(value: object) -> str:
+def described(value: object) -> str:
+    """Return what a method returned, for messages."""
     if isinstance(value, Tensor):
         return f"{value.dtype} {list(value.shape)}"
     return f"a {type(value).__name__}"
@@ -132,9 +126,7 @@ class StepVideos(VideoMaker):
 
     def _video(self, prompt: Prompt) -> np.ndarray:
         self._trainer.seed_generators(self._random([prompt]), "validation_step")
-        videos, image, video = self._trainer._videos, prompt.image, None
-        if videos:
-            video = self._trainer.read_video(videos[prompt.index])[0]
+        image, video = prompt.image, self._trainer.validation_video(prompt.index)
         data = {
             "prompt": prompt.text,
             "image": None if image is None else _pictures(image[:, None])[0],

@@ -1,9 +1,8 @@
-"""Trainer classes by upstream's model names and training types."""
+"""Trainer classes by upstream's model names and training types. finetune/models.py fills it."""
 
 from __future__ import annotations
 
 import sys
-from importlib import import_module
 from typing import Any
 
 from cogfast.core.values import cut, nearest
@@ -16,8 +15,7 @@ BUILT_IN = {
     "cogvideox1.5-i2v": "cogvideox1_5_i2v",
 }
 TRAINING_TYPES = ("lora", "sft")
-# Filled by `register`. Built-in classes are missing until get_model_cls imports finetune/models.py.
-SUPPORTED_MODELS: dict[str, dict[str, type[Any]]] = {}
+SUPPORTED_MODELS: dict[str, dict[str, type[Any]]] = {name: {} for name in BUILT_IN}
 
 
 def register(model_name: str, training_type: str, trainer_cls: type[Any]) -> None:
@@ -36,9 +34,6 @@ def register(model_name: str, training_type: str, trainer_cls: type[Any]) -> Non
 
 def get_model_cls(model_name: str, training_type: str) -> type[Any]:
     """Return the class of a model name and training type, built-in or registered."""
-    # Registers its classes when it is imported, as upstream's modules do.
-    if model_name in BUILT_IN:
-        import_module("cogfast.finetune.models")
     check_name(model_name)
     found = SUPPORTED_MODELS[model_name]
     if training_type not in found:
@@ -51,20 +46,14 @@ def get_model_cls(model_name: str, training_type: str) -> type[Any]:
 
 def check_name(model_name: str) -> None:
     """Raise ValueError for a name that is neither built in nor registered."""
-    names = _names()
-    if model_name not in names:
+    if model_name not in SUPPORTED_MODELS:
         raise ValueError(
-            f"--model_name {cut(model_name)}: must be one of {', '.join(names)}"
-            f"{nearest(model_name, names)}"
+            f"--model_name {cut(model_name)}: must be one of {', '.join(SUPPORTED_MODELS)}"
+            f"{nearest(model_name, SUPPORTED_MODELS)}"
         )
-
-
-def _names() -> list[str]:
-    return list(dict.fromkeys([*BUILT_IN, *SUPPORTED_MODELS]))
 
 
 def show_supported_models() -> None:
     """Write all model names and their training types to stdout."""
-    for name in _names():
-        types = TRAINING_TYPES if name in BUILT_IN else sorted(SUPPORTED_MODELS[name])
-        sys.stdout.write(f"{name}: {', '.join(types)}\n")
+    for name, classes in SUPPORTED_MODELS.items():
+        sys.stdout.write(f"{name}: {', '.join(sorted(classes))}\n")

@@ -23,10 +23,10 @@ from pydantic import (
 )
 
 from cogfast.cli.parser import Parser
+from cogfast.core.keys import Count
 from cogfast.core.values import Range, cut, json_schema, problem_of, show
 from cogfast.train.keys import DiffusersSchedule, TrainKeys
 
-Count = Annotated[int, Range(1, 10**9)]
 Positive = Annotated[float, Range(0, 10**6)]
 Decay = Annotated[float, Range(0, 0.999999)]  # of a moment: 1 would divide by 0
 # Value that both train_ddp scripts of CogVideo pass as shipped.

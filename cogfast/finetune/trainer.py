@@ -39,6 +39,7 @@ from cogfast.finetune.overrides import (
     StepVideos,
     check_collated,
     check_encoded,
+    described,
     identity,
     overridden,
     samples_of,
@@ -126,12 +127,8 @@ class _Run(cogfast.train.trainer.Trainer):
         loss: Any = self.owner.compute_loss(batch)
         if isinstance(loss, Tensor) and loss.numel() == 1:
             return loss
-        is_tensor = isinstance(loss, Tensor)
-        what = f"tensor of shape {list(loss.shape)}" if is_tensor else type(loss).__name__
-        raise ValueError(
-            f"{type(self.owner).__name__}.compute_loss returned a {what}; return the loss "
-            "alone, a tensor of one number"
-        )
+        what = f"{type(self.owner).__name__}.compute_loss returned {described(loss)}"
+        raise ValueError(f"{what}; return the loss alone, a tensor of one number")
 
     def _of_upstream(self, batch: dict, rng: SlotRandom) -> dict:
         """Return a batch with upstream's keys, collated. If collate_fn cannot read what belongs to a sample,

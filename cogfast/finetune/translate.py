@@ -12,14 +12,16 @@ import json
 import logging
 import os
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from cogfast.config.sat_keys import Same, rules
 from cogfast.config.sat_network import NETWORK_KEY, POSITION_KEY
 from cogfast.config.yaml_files import read_yaml, to_dict
 from cogfast.core.files import read_limited
 from cogfast.core.keys import DEFAULT
-from cogfast.core.values import cut, nearest, select, show
+from cogfast.core.values import cut, nearest, show
 from cogfast.door.load import load_config
 from cogfast.door.merged_config import Config
 from cogfast.extensions.pipeline_folder.pipeline_folder import (
@@ -52,15 +54,6 @@ _BUCKET = {"lora": 50_000_000, "sft": 500_000_000}
 _MOST_BYTES = 2**19  # of a DeepSpeed file
 _LAUNCH = Path("accelerate launch")  # named in messages in place of a file
 _FIX = "give a DeepSpeed configuration in JSON or YAML"
-# Key of the file -> the option that sets the same
-_SAME = {
-    "train_micro_batch_size_per_gpu": "batch_size",
-    "gradient_accumulation_steps": "gradient_accumulation_steps",
-    "gradient_clipping": "max_grad_norm",
-    "optimizer.params.lr": "learning_rate",
-    "optimizer.params.eps": "epsilon",
-    "optimizer.params.weight_decay": "weight_decay",
-}
 _PREFIX = "ACCELERATE_"
 # Parallelism that cogfast does not have, since DeepSpeed's ZeRO shards
 _REFUSED = ("USE_FSDP", "USE_MEGATRON_LM", "USE_PARALLELISM_CONFIG")
@@ -69,9 +62,14 @@ _REFUSED = ("USE_FSDP", "USE_MEGATRON_LM", "USE_PARALLELISM_CONFIG")
 def translate(args: Args) -> Config:
     """Return the checked configuration. Reads the model's folder, but no weights and no videos."""
     base, settings = _model_settings(args)
+    if (name := args.optimizer.lower()) not in _OPTIMIZERS:
+        raise ValueError(
+            f"--optimizer {cut(args.optimizer)}: must be adamw, adam or prodigy (came needs whole "
+            f"matrices, which ZeRO splits){nearest(name, _OPTIMIZERS)}"
+        )
+    settings |= _settings(args)
     # The file of --deepspeed_config comes last: it replaces the zero_optimization that is set here.
-    settings |= _data_settings(args) | _training_settings(args) | _run_settings(args)
-    settings |= deepspeed_settings(args)
+    settings |= deepspeed_settings(args, settings)
     return load_config([base], args.overrides, settings=settings).filled(fill_from_pipeline)
 
 
@@ -111,9 +109,9 @@ def _model_settings(args: Args) -> tuple[Path, Settings]:
         settings |= {
             "model.not_trainable_prefixes": (["all"], "--training_type"),
             f"{_LORA}.target": ("sat.model.finetune.lora2.LoraMixin", "--training_type"),
-            f"{_LORA}.params.r": _given(args, "rank"),
+            f"{_LORA}.params.r": (args.rank, "--rank"),
             f"{_LORA}.params.lora_alpha": (args.lora_alpha, "--lora_alpha"),
-            f"{_LORA}.params.target_modules": _given(args, "target_modules"),
+            f"{_LORA}.params.target_modules": (args.target_modules, "--target_modules"),
         }
     return base, settings
 
@@ -138,7 +136,9 @@ def _check_family(args: Args, family: Family) -> None:
         )
 
 
-def _data_settings(args: Args) -> Settings:
+def _settings(args: Args) -> Settings:
+    """Return the settings of data, training and the run. Their order is that of a configuration's text."""
+    of = lambda option: (getattr(args, option), f"--{option}")
     frames, *size = args.train_resolution
     # If no rate is given, frames are spread and short clips are padded, as in their trainer.
     selection = args.frame_selection or ("uniform" if args.fps is None else "timestamp")
@@ -149,9 +149,9 @@ def _data_settings(args: Args) -> Settings:
         "data.params.max_num_frames": (frames, "--train_resolution (frames x rows x columns)"),
         "data.params.frame_selection": (selection, "--frame_selection"),
         "data.params.short_clips": (short, "--frame_selection"),
-        "data.params.resize": _given(args, "resize"),
-        "args.num_workers": _given(args, "num_workers"),
-        "args.collective_timeout": _given(args, "nccl_timeout"),
+        "data.params.resize": of("resize"),
+        "args.num_workers": of("num_workers"),
+        "args.collective_timeout": of("nccl_timeout"),
     }
     # One name for both is a file of metadata, or the folder of one.
     if captions == videos:
@@ -166,101 +166,75 @@ def _data_settings(args: Args) -> Settings:
         }
     # Upstream encodes before training and keeps the result in data_root/cache; so does cogfast, in a
     # folder of its own, since the formats differ.
-    cache = args.latent_cache or args.data_root / "cache" / "cogfast"
-    if str(cache) != "none":
-        settings["args.latent_cache"] = (str(cache), "--latent_cache")
+    cache = args.latent_cache or str(args.data_root / "cache" / "cogfast")
+    if cache != "none":
+        settings["args.latent_cache"] = (cache, "--latent_cache")
         settings["args.encode_first"] = (True, "--latent_cache")
-    if args.fps is not None:
-        settings["data.params.fps"] = _given(args, "fps")
-    if args.image_column is not None and args.model_type == "i2v":
-        settings["data.params.image_column"] = (str(args.image_column), "--image_column")
-    return settings
-
-
-def _training_settings(args: Args) -> Settings:
-    name = args.optimizer.lower()
-    if name not in _OPTIMIZERS:
-        raise ValueError(
-            f"--optimizer {cut(args.optimizer)}: must be adamw, adam or prodigy (came needs whole "
-            f"matrices, which ZeRO splits){nearest(name, _OPTIMIZERS)}"
-        )
-    kind, params = _OPTIMIZERS[name]
-    optimizer: Settings = {key: (value, "--optimizer") for key, value in params.items()}
-    if kind == "Prodigy":
-        optimizer["beta3"] = _given(args, "beta3")
-    optimizer |= {"betas": ([args.beta1, args.beta2], "--beta1"), "eps": _given(args, "epsilon")}
-    # A number of steps replaces the number of epochs, as it does upstream.
-    amount: Settings = {"args.epochs": _given(args, "train_epochs")}
-    if args.train_steps is not None:
-        amount = {"args.train_iters": _given(args, "train_steps")}
-    if args.seed is not None:
-        amount["args.seed"] = _given(args, "seed")
+    kind, params = _OPTIMIZERS[args.optimizer.lower()]
     recomputing = "auto" if args.gradient_checkpointing else "none"
-    bucket = _BUCKET[args.training_type]
-    zero = {"stage": 2, "overlap_comm": True, "reduce_bucket_size": bucket}
-    return {
-        **amount,
-        "args.batch_size": _given(args, "batch_size"),
-        "args.gradient_accumulation_steps": _given(args, "gradient_accumulation_steps"),
-        "args.lr": _given(args, "learning_rate"),
-        "args.weight_decay": _given(args, "weight_decay"),
-        "args.lr_schedule": _given(args, "lr_scheduler"),
-        "args.warmup_steps": _given(args, "lr_warmup_steps"),
+    zero = {"stage": 2, "overlap_comm": True, "reduce_bucket_size": _BUCKET[args.training_type]}
+    settings |= {
+        "data.params.fps": of("fps"),
+        "data.params.image_column": of("image_column"),
+        "args.epochs": of("train_epochs"),
+        "args.train_iters": of("train_steps"),
+        "args.seed": of("seed"),
+        "args.batch_size": of("batch_size"),
+        "args.gradient_accumulation_steps": of("gradient_accumulation_steps"),
+        "args.lr": of("learning_rate"),
+        "args.weight_decay": of("weight_decay"),
+        "args.lr_schedule": of("lr_scheduler"),
+        "args.warmup_steps": of("lr_warmup_steps"),
         # The option is a whole number, the key may be a fraction.
         "args.lr_num_cycles": (float(args.lr_num_cycles), "--lr_num_cycles"),
-        "args.lr_power": _given(args, "lr_power"),
+        "args.lr_power": of("lr_power"),
         # PyTorch's schedulers start at 0: the first step of a warm-up has learning rate 0.
         "args.lr_first_step": (0, TRAINER),
         "args.activation_checkpointing": (recomputing, "--gradient_checkpointing"),
         "deepspeed.bf16.enabled": (args.mixed_precision == "bf16", "--mixed_precision"),
         "deepspeed.fp16.enabled": (args.mixed_precision == "fp16", "--mixed_precision"),
-        "deepspeed.gradient_clipping": _given(args, "max_grad_norm"),
+        "deepspeed.gradient_clipping": of("max_grad_norm"),
         "deepspeed.optimizer.type": (kind, "--optimizer"),
-        **{f"deepspeed.optimizer.params.{key}": given for key, given in optimizer.items()},
+        **{f"deepspeed.optimizer.params.{k}": (v, "--optimizer") for k, v in params.items()},
+        "deepspeed.optimizer.params.beta3": of("beta3"),
+        "deepspeed.optimizer.params.betas": ([args.beta1, args.beta2], "--beta1"),
+        "deepspeed.optimizer.params.eps": of("epsilon"),
         "deepspeed.zero_optimization": (zero, DEFAULT),
-    }
-
-
-def _run_settings(args: Args) -> Settings:
-    settings: Settings = {
         "args.experiment_name": (f"{args.model_name}-{args.training_type}", "--model_name"),
-        "args.run_folder": (str(args.output_dir), "--output_dir"),
+        "args.run_folder": of("output_dir"),
         "args.folder_layout": ("finetune", TRAINER),
         # A file of adapters is small; a model of 5B takes 11 GB in every checkpoint.
         "args.export": ("all" if args.training_type == "lora" else "last", "--training_type"),
-        "args.save_interval": _given(args, "checkpointing_steps"),
-        "args.keep_last": _given(args, "checkpointing_limit"),
+        "args.save_interval": of("checkpointing_steps"),
+        "args.keep_last": of("checkpointing_limit"),
         "args.log_interval": (10, DEFAULT),
         "args.wandb": (args.report_to in ("wandb", "all"), "--report_to"),
-        "args.wandb_project_name": _given(args, "tracker_name"),
+        "args.wandb_project_name": of("tracker_name"),
+        "args.export_interval": of("export_interval"),
+        "args.resume": of("resume_from_checkpoint"),
     }
-    if args.export_interval is not None and args.training_type == "sft":
-        settings["args.export_interval"] = _given(args, "export_interval")
-    resume = args.resume_from_checkpoint
-    if resume is not None and str(resume) != PLACEHOLDER:
-        settings["args.resume"] = (str(resume), "--resume_from_checkpoint")
-    if not args.do_validation:
-        return settings
-    # Checked by Args.
-    assert args.validation_dir is not None and args.validation_prompts is not None
-    prompts = args.validation_dir / args.validation_prompts
-    settings |= {
-        "args.eval_interval": _given(args, "validation_steps"),
-        "args.eval_prompt_file": (str(prompts), "--validation_prompts"),
-        "args.eval_at_end": (True, TRAINER),
-        "args.eval_with_ema": (False, TRAINER),  # as the exported weights
-        "args.sampling_fps": _given(args, "gen_fps"),
-        "args.negative_prompt": ("", TRAINER),  # the pipelines' default
+    if args.do_validation:
+        # Checked by Args.
+        assert args.validation_dir is not None and args.validation_prompts is not None
+        prompts = args.validation_dir / args.validation_prompts
+        settings |= {
+            "args.eval_interval": of("validation_steps"),
+            "args.eval_prompt_file": (prompts, "--validation_prompts"),
+            "args.eval_at_end": (True, TRAINER),
+            "args.eval_with_ema": (False, TRAINER),  # as the exported weights
+            "args.sampling_fps": of("gen_fps"),
+            "args.negative_prompt": ("", TRAINER),  # the pipelines' default
+        }
+        if args.validation_images is not None and args.model_type == "i2v":
+            images = args.validation_dir / args.validation_images
+            settings["args.eval_images"] = (images, "--validation_images")
+    # A number of steps replaces the number of epochs, as it does upstream.
+    unused = {*_without_effect(args), *["train_epochs"] * (args.train_steps is not None)}
+    return {
+        key: (str(value) if isinstance(value, Path) else value, origin)
+        for key, (value, origin) in settings.items()
+        if value is not None and origin.removeprefix("--") not in unused
     }
-    if args.validation_images is not None and args.model_type == "i2v":
-        images = args.validation_dir / args.validation_images
-        settings["args.eval_images"] = (str(images), "--validation_images")
-    return settings
-
-
-def _given(args: Args, option: str) -> tuple[Any, str]:
-    """Return the value of an option, for a key that has the same value, and its origin."""
-    return getattr(args, option), f"--{option}"
 
 
 def read_launch(
@@ -293,7 +267,7 @@ def read_launch(
     if not _is_true(given.get("USE_DEEPSPEED", "")):
         return None, {}, asked
     # 2 is accelerate's default stage.
-    zero: dict[str, Any] = {"stage": _number(given, "DEEPSPEED_ZERO_STAGE", int) or 2}
+    zero: dict[str, Any] = {"stage": _number(given.get("DEEPSPEED_ZERO_STAGE", "2"))}
     for part in ("optimizer", "param"):
         name = f"DEEPSPEED_OFFLOAD_{part.upper()}"
         if f"{name}_DEVICE" in given:
@@ -301,36 +275,29 @@ def read_launch(
             if f"{name}_NVME_PATH" in given:
                 zero[f"offload_{part}"]["nvme_path"] = given[f"{name}_NVME_PATH"]
     section: dict[str, Any] = {"zero_optimization": zero}
-    for key, kind in (("gradient_accumulation_steps", int), ("gradient_clipping", float)):
-        value = _number(given, key.upper(), kind)
-        section |= {} if value is None else {key: value}
+    for key in ("gradient_accumulation_steps", "gradient_clipping"):
+        if key.upper() in given:
+            section[key] = _number(given[key.upper()])
     return None, section, asked
 
 
-def _number(given: Mapping[str, str], name: str, kind: type[int] | type[float]) -> Any:
-    text = given.get(name, "auto")
-    if text == "auto":  # the trainer's option has the value
-        return None
-    try:
-        return kind(text)
-    except ValueError:
-        raise ValueError(
-            f"{_PREFIX}{name}={text} must be a number; change the file of accelerate launch "
-            "--config_file"
-        ) from None
+def _number(text: str) -> Any:
+    """Return the number in a variable; other text, such as "auto", as it is."""
+    with suppress(ValueError):
+        return json.loads(text)
+    return text
 
 
 def _is_true(text: str) -> bool:
     return text.lower() in ("1", "true", "yes", "y", "t", "on")
 
 
-def deepspeed_settings(args: Args) -> Settings:
+def deepspeed_settings(args: Args, others: Settings) -> Settings:
     """Return {key of the deepspeed section: (value, the file)}.
 
-    Without a file, they come from the variables of `accelerate launch`; {} if there are none.
-
-    "auto" where an option has the value is left out. Raises ValueError where the file contradicts
-    an option: which of them wins would be a guess.
+    Without a file, they come from the variables of `accelerate launch`; {} if there are none. others: what
+    options set. "auto" where an option has the value is left out. Raises ValueError where the file
+    contradicts an option: which of them wins would be a guess.
     """
     given, section, precision = read_launch(os.environ)
     if precision not in (None, args.mixed_precision):
@@ -341,34 +308,26 @@ def deepspeed_settings(args: Args) -> Settings:
     file = file or _LAUNCH
     if section.pop("scheduler", None) is not None:
         logger.info("%s: its scheduler is not used; --lr_scheduler sets the learning rate", file)
-    for key, name in _SAME.items():
-        found = select(section, key)
-        if found not in (None, "auto", getattr(args, name)):
-            _refuse(args, name, file, key, found)
-    optimizer = _mapping(file, section.pop("optimizer", None), "optimizer")
-    params = _mapping(file, optimizer.get("params"), "optimizer.params")
-    kind = str(optimizer.get("type", args.optimizer))
-    if kind.lower() != args.optimizer.lower():
+    # Key by key: a whole mapping would replace what options have set in it.
+    for name in ("optimizer", "optimizer.params", "bf16", "fp16"):
+        part = section.pop(name, None)
+        if isinstance(part, dict):
+            section |= {f"{name}.{key}": value for key, value in part.items()}
+        elif part is not None:
+            section[name] = part  # refused by the check of the key
+    kind = section.get("optimizer.type", args.optimizer)
+    if str(kind).lower() != args.optimizer.lower():
         _refuse(args, "optimizer", file, "optimizer.type", kind)
-    # Two options for one key, so _SAME cannot list it.
-    betas = params.get("betas")
-    if betas not in (None, "auto", [args.beta1, args.beta2]):
-        _refuse(args, "beta1", file, "optimizer.params.betas", betas)
-    # Both sections must agree with the one option: a file may switch on one and leave out the other.
-    for name in ("bf16", "fp16"):
-        is_on = select(section, f"{name}.enabled")
-        if isinstance(is_on, bool) and is_on != (args.mixed_precision == name):
-            _refuse(args, "mixed_precision", file, f"{name}.enabled", is_on)
-    settings = {f"deepspeed.optimizer.params.{key}": value for key, value in params.items()}
-    if "type" in optimizer:
-        settings["deepspeed.optimizer.type"] = kind
+    section = {key: value for key, value in section.items() if value != "auto"}
+    moves = rules(Same, "deepspeed")
     for key, value in section.items():
-        # Key by key: the whole section would replace what --mixed_precision has set in it.
-        if isinstance(value, dict) and key in ("bf16", "fp16"):
-            settings |= {f"deepspeed.{key}.{name}": inner for name, inner in value.items()}
-        else:
-            settings[f"deepspeed.{key}"] = value
-    return {key: (value, file.name) for key, value in settings.items() if value != "auto"}
+        own = f"deepspeed.{key}"
+        here = moves[own].key if own in moves and moves[own].key in others else own
+        wanted, origin = others.get(here, (None, ""))
+        option = origin.removeprefix("--")
+        if option not in (origin, "optimizer") and value not in (None, wanted):
+            _refuse(args, option, file, key, value)
+    return {f"deepspeed.{key}": (value, file.name) for key, value in section.items()}
 
 
 def _read(file: Path) -> dict[str, Any]:
@@ -379,13 +338,9 @@ def _read(file: Path) -> dict[str, Any]:
         found = json.loads(text)
     except (ValueError, RecursionError):
         return to_dict(read_yaml(file, str(file), is_plain=True))
-    return _mapping(file, found, "the file")
-
-
-def _mapping(file: Path, found: object, key: str) -> dict[str, Any]:
-    if not isinstance(found, Mapping | None):
-        raise ValueError(f"{file}: {key}={show(found)} must be a mapping; correct it")
-    return dict(found or {})
+    if not isinstance(found, dict):
+        raise ValueError(f"{file}: the file={show(found)} must be a mapping; correct it")
+    return found
 
 
 def _refuse(args: Args, option: str, file: Path | str, key: str, value: object) -> None:
@@ -396,22 +351,28 @@ def _refuse(args: Args, option: str, file: Path | str, key: str, value: object) 
     )
 
 
-def notices(args: Args) -> list[str]:
-    """Return a line for each option that has no effect in this run."""
+def _without_effect(args: Args) -> dict[str, str]:
+    """Return {option that has no effect in this run: the reason}."""
     is_lora = args.training_type == "lora"
     is_placeholder = str(args.resume_from_checkpoint) == PLACEHOLDER
+    no_adapters = "--training_type sft has no adapters"
     # (option, whether it has no effect, the reason)
-    unused = [
+    rows = [
         ("resume_from_checkpoint", is_placeholder, "the placeholder of CogVideo's scripts"),
-        ("rank", not is_lora, "--training_type sft has no adapters"),
-        ("lora_alpha", not is_lora, "--training_type sft has no adapters"),
+        ("rank", not is_lora, no_adapters),
+        ("lora_alpha", not is_lora, no_adapters),
         ("export_interval", is_lora, "each LoRA checkpoint has its file for diffusers"),
         ("image_column", args.model_type == "t2v", "a text-to-video model takes no images"),
         ("pin_memory", True, "batches for a GPU are always pinned"),
         ("beta3", args.optimizer.lower() != "prodigy", "adamw and adam have two betas"),
     ]
+    return {name: reason for name, is_unused, reason in rows if is_unused}
+
+
+def notices(args: Args) -> list[str]:
+    """Return a line for each option that is set and has no effect in this run."""
     return [
         f"--{name} {getattr(args, name)} has no effect: {reason}"
-        for name, is_unused, reason in unused
-        if is_unused and getattr(args, name) != Args.model_fields[name].default
+        for name, reason in _without_effect(args).items()
+        if getattr(args, name) != Args.model_fields[name].default
     ]

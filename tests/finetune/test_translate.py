@@ -12,7 +12,8 @@ from cogfast.config.yaml_files import to_dict
 from cogfast.core.keys import find_origin
 from cogfast.door.merged_config import Config
 from cogfast.extensions.plan.text import describe_plan
-from cogfast.finetune.registry import BUILT_IN, SUPPORTED_MODELS, get_model_cls, register
+from cogfast.finetune import get_model_cls, register
+from cogfast.finetune.registry import BUILT_IN, SUPPORTED_MODELS
 from cogfast.finetune.schemas import PLACEHOLDER, Args
 from cogfast.finetune.trainer import Trainer
 from cogfast.finetune.translate import notices, translate
