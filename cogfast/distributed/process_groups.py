@@ -407,7 +407,7 @@ def _take_cpu_kernels(groups: ProcessGroups) -> None:
     Ranks that round differently would let replicated weights drift apart.
     """
     reasons = [*filter(None, groups.gather(torch_library.compile_cpu_kernels()))]
-    torch_library.use_cpu_kernels(not reasons)
+    torch_library.HAS_CPU_KERNELS = not reasons
     if reasons and groups.is_main:
         text = "the C++ kernels are not used, so that a CPU runs PyTorch's ops, which take longer"
         logger.warning("%s: %s", text, reasons[0])

@@ -34,8 +34,8 @@ from cogfast.distributed.process_groups import ModelParallelUnit
 from cogfast.distributed.step_clock import CLOCK
 from cogfast.extensions.memory.moment_codes import CodedMoment, largest_key, read_moment
 from cogfast.extensions.prodigy_muon.optimizers import ShardedOptimizer
+from cogfast.kernels import torch_library
 from cogfast.kernels.fused_ema_adam import FusedEmaAdam
-from cogfast.kernels.torch_library import leave_multiprocessors
 from cogfast.model.transformer import DiffusionTransformer
 from cogfast.model.weights.shard import Shard
 
@@ -352,10 +352,7 @@ class ZeroEngine:
         return reason is None
 
     def _leave_multiprocessors(self, overlaps: bool) -> None:
-        """Let backward kernels leave multiprocessors to NCCL where reductions overlap the backward pass.
-
-        The number is that of all ranks and steps: a kernel's order of sums depends on it.
-        """
+        """Let backward kernels leave multiprocessors to NCCL where reductions overlap the backward pass."""
         number, device = 0, self.num_skipped.device
         is_shared = torch.distributed.get_world_size(self.zero.dp_process_group) > 1
         if device.type == "cuda" and overlaps and is_shared:
@@ -364,7 +361,8 @@ class ZeroEngine:
             torch.distributed.all_reduce(asked, torch.distributed.ReduceOp.MAX)
             number = int(asked)  # sync: once
             logger.info("backward kernels leave %d multiprocessors to NCCL's reductions", number)
-        leave_multiprocessors(number)
+        # The same in all steps and on all ranks: a kernel's order of sums depends on it.
+        torch_library.LEFT_MULTIPROCESSORS = number
 
     def _guard_non_finite_steps(self) -> None:
         """Make the optimizer skip steps with non-finite gradients, through a device scalar.
