@@ -130,11 +130,10 @@ class NonfiniteCheck(Watcher):
         self.engine.transformer.eval()
         try:
             texts = self._run_again(bad)
-        except UnsharedError:
-            raise
         # `on_all` raises on all ranks what one has met, and training continues on all.
         except Exception as error:
-            if is_of_another_rank(error) and not isinstance(error, OtherRankError):
+            is_shared = isinstance(error, OtherRankError) or not is_of_another_rank(error)
+            if isinstance(error, UnsharedError) or not is_shared:
                 raise
             texts = [f"step {bad}: it cannot be run again ({type(error).__name__}: {error})"]
         self.engine.transformer.train()
@@ -255,15 +254,13 @@ def sample_names(
     batch: Batch, step: int, slots: list[int], dataset: SizedDataset, order: GlobalOrder
 ) -> list[str]:
     """Return a name for each sample of a micro-batch: its file and its number in the data set."""
-    numbers: list[int | None] = [order.index(step, slot) for slot in slots]
-    if batch.get("bad"):  # another sample took the place of a bad one
-        numbers = [None] * len(slots)
-    paths = batch.get("paths")
-    names = []
-    for i, number in enumerate(numbers):
-        file = str(paths[i]) if paths else None
-        if file is None and number is not None and isinstance(dataset, CaptionedVideos):
-            file = dataset.name(number)
-        parts = ([file] if file else []) + ([f"sample {number}"] if number is not None else [])
-        names.append(printable(" = ".join(parts) or f"slot {slots[i]}"))
+    files, names = batch.get("paths") or [None] * len(slots), []
+    for slot, file in zip(slots, files, strict=True):
+        parts = [str(file)] if file else []
+        if not batch.get("bad"):  # else another sample took the place of a bad one
+            number = order.index(step, slot)
+            if file is None and isinstance(dataset, CaptionedVideos):
+                parts = [dataset.name(number)]
+            parts.append(f"sample {number}")
+        names.append(printable(" = ".join(parts) or f"slot {slot}"))
     return names
