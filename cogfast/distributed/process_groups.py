@@ -243,11 +243,8 @@ class ProcessGroups:
         return self.broadcast(value)
 
     def check_same(self, values: Mapping[str, object]) -> None:
-        """Check that `values`, of the configuration that each rank has read, are those of rank 0. Collective.
-
-        Raises:
-            ValueError: a key has another value than on rank 0, and is no folder of each machine.
-        """
+        """Raise ValueError on all ranks unless `values`, of the configuration that each rank has read, are
+        those of rank 0, but for folders of each machine. Collective."""
         first = self.broadcast(values)
 
         def compare() -> None:

@@ -133,11 +133,8 @@ def register_op(
 ) -> Any:
     """Define an op and return it.
 
-    Args:
-        schema: name and signature.
-        fake: returns empty outputs, for torch.compile.
-        gpu: implementation for CUDA tensors; None for an op of CPU tensors alone.
-        cpu: implementation for CPU tensors; None if the C++ library registers one under this name.
+    schema: name and signature. fake: returns empty outputs, for torch.compile. gpu, cpu: implementations;
+    gpu is None for an op of CPU tensors alone, cpu if the C++ library registers one under this name.
     """
     name = schema.partition("(")[0]
     _LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))

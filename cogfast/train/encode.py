@@ -345,9 +345,7 @@ class Encoder(FrozenEncoders):
         """Extend image latents [B, C, 1, h, w] to `num_frames` latent frames [B, C, T, h, w]."""
         if self.image_on_all_frames:
             return image.expand(-1, -1, num_frames, -1, -1)
-        out = image.new_zeros(*image.shape[:2], num_frames, *image.shape[3:])
-        out[:, :, :1] = image
-        return out
+        return torch.nn.functional.pad(image, (0, 0, 0, 0, 0, num_frames - 1))
 
 
 def join_conditions(found: Sequence[Tensor]) -> Tensor | None:

@@ -39,10 +39,7 @@ def load_checkpoint(path: Path, manifest: dict, engine: ZeroEngine, groups: Proc
     """Fill the engine's master weights, moments, EMA and counters from a checkpoint.
 
     Every rank reads only its own slices, from a checkpoint of any layout. A thread compares the
-    checksums of the files meanwhile.
-
-    Raises:
-        ValueError: the checkpoint has another model or is damaged; on all ranks.
+    checksums of the files meanwhile. All ranks raise ValueError for another model and for damage.
     """
     # Before anything is read, so that a refusal leaves the engine as it was.
     _check_same_model(path, manifest, engine)

@@ -91,17 +91,13 @@ class NonfiniteCheck(Watcher):
         self._losses.zero_()
 
     def after_log(self, line: Mapping) -> None:
-        """React to bad steps that a line of metrics.jsonl, the same on all ranks, has counted.
-
-        Raises:
-            RuntimeError: args.nonfinite, MOST_IN_A_ROW or a spent loss scale ends the run.
-        """
-        is_quiet = line["skipped"] == self._num_skipped and not line["nonfinite_losses"]
-        self._num_skipped = line["skipped"]
-        if is_quiet:
+        """React to bad steps that a line of metrics.jsonl, the same on all ranks, has counted: args.nonfinite,
+        MOST_IN_A_ROW or a spent loss scale may end the run by a RuntimeError."""
+        before, self._num_skipped = self._num_skipped, line["skipped"]
+        if line["skipped"] == before and not line["nonfinite_losses"]:
             self._was_bad = False
-            return
-        self._react(line["step"], line["skipped_in_a_row"])
+        else:
+            self._react(line["step"], line["skipped_in_a_row"])
 
     def _react(self, step: int, num_skipped: int) -> None:
         first = min(self.groups.gather(self._first.item()))  # sync: after a bad step

@@ -93,11 +93,7 @@ class ReplicaCheck(Watcher):
         self.group, self.every, self.await_weights = group, every, engine.wait_for_weights
 
     def after_step(self, step: int) -> None:
-        """Compare the copies if a check is due. Call it on all ranks after optimizer step `step`.
-
-        Raises:
-            RuntimeError: the copies differ; the same on every rank of the group.
-        """
+        """Raise RuntimeError on every rank of the group if a check is due and the copies differ."""
         if step % self.every:
             return
         self.await_weights()
