@@ -147,9 +147,8 @@ class ProcessGroups:
 
     def broadcast_in_model(self, value: T) -> T:
         """Return the first rank's `value` on every rank that works on the same samples."""
-        if self.model is None:
-            return value
-        return _broadcast(value, self.first_of_model, self.model_control)
+        first, among = self.first_of_model, self.model_control
+        return value if self.model is None else _broadcast(value, first, among)
 
     def gather(self, value: object) -> list:
         """Return every rank's `value`, in order of rank, on every rank."""
@@ -202,26 +201,19 @@ class ProcessGroups:
         """
         value, error = attempt(make)
         if among is not None and not (error is not None and is_lost_connection(error)):
-            self._join(error, among)
+            with _collective():
+                work = dist.all_reduce(torch.zeros(1), group=among, async_op=True)
+                assert work is not None, "an asynchronous collective returns its work"
+                try:
+                    work.wait(timedelta() if error is None else _PATIENCE)  # 0: no limit of its own
+                except RuntimeError:
+                    if error is None:
+                        raise
+                    text = f"rank {self.rank} failed in work that ranks do together, so the run cannot continue"
+                    raise UnsharedError(f"{text}: {type(error).__name__}: {error}") from error
         if error is not None:
             raise error
         return value
-
-    def _join(self, error: BaseException | None, among: dist.ProcessGroup) -> None:
-        """Wait for the ranks of a group; not for long if this rank has an `error`."""
-        with _collective():
-            work = dist.all_reduce(torch.zeros(1), group=among, async_op=True)
-            assert work is not None, "an asynchronous collective returns its work"
-            if error is None:
-                work.wait()
-                return
-            try:
-                work.wait(_PATIENCE)
-            except RuntimeError:
-                raise UnsharedError(
-                    f"rank {self.rank} failed in work that ranks do together, so the run cannot "
-                    f"continue: {type(error).__name__}: {error}"
-                ) from error
 
     def with_own_control(self) -> ProcessGroups:
         """Return these groups with a new control group, for use in a thread of its own."""

@@ -151,10 +151,8 @@ class NonfiniteCheck(Watcher):
                 ranks = [(*f, rank) for rank, f in enumerate(groups.gather(found)) if f is not None]
                 if ranks:
                     # Ranks that share a model have the cause, or numbers that follow: cause first.
-                    return [
-                        f"step {bad}, rank {rank}: {text}"
-                        for _, text, rank in sorted(ranks, key=lambda each: each[0])
-                    ]
+                    ranks.sort(key=lambda each: each[0])
+                    return [f"step {bad}, rank {rank}: {text}" for _, text, rank in ranks]
         return [f"step {bad}: a loss or gradient is not finite, but all outputs of modules are"]
 
     @torch.no_grad()
@@ -168,11 +166,10 @@ class NonfiniteCheck(Watcher):
             first.place = "the loss, with a finite output of the network"
         if not first.place:
             return None
-        timesteps = first.timesteps or [None] * len(names)
-        samples = ", ".join(
-            names[i] if timesteps[i] is None else f"{names[i]} at timestep {timesteps[i]}"
-            for i in first.rows or range(len(names))
-        )
+        if first.timesteps:
+            pairs = zip(names, first.timesteps, strict=False)
+            names = [f"{name} at timestep {timestep}" for name, timestep in pairs]
+        samples = ", ".join(names[i] for i in first.rows or range(len(names)))
         return first.order, f"samples: {samples}; not finite: {first.place}"
 
 
