@@ -139,7 +139,7 @@ def keeping(kept: str) -> Iterator[None]:
 
 def keep_in_last_line(text: str) -> str:
     """Let the last line of a command that a signal ends say `text`, such as before its error is written.
-    Return what it said before."""
+    Return the text that it had."""
     if (signals := StopSignals._innermost) is None:
         return ""
     before, signals.kept = signals.kept, text

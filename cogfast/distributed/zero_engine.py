@@ -355,7 +355,7 @@ class ZeroEngine:
             torch.distributed.all_reduce(asked, torch.distributed.ReduceOp.MAX)
             number = int(asked)  # sync: once
             logger.info("backward kernels leave %d multiprocessors to NCCL's reductions", number)
-        # The same in all steps and on all ranks: a kernel's order of sums depends on it.
+        # A kernel's order of sums depends on the number, which is that of all ranks and steps.
         torch_library.LEFT_MULTIPROCESSORS = number
 
     def _guard_non_finite_steps(self) -> None:
@@ -507,7 +507,7 @@ class ZeroEngine:
         self.wait_for_weights()
         from deepspeed.runtime.zero.partition_parameters import GatheredParameters
 
-        # Without an effect in stages 1 and 2, which keep every parameter whole on each rank
+        # This has no effect in stages 1 and 2, which keep every parameter whole on each rank.
         with GatheredParameters([parameter], modifier_rank=0 if is_written else None):
             yield parameter.data
 
