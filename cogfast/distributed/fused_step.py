@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import nullcontext
+from functools import cache
 from importlib.metadata import version
 from itertools import groupby
 from typing import Any
@@ -221,7 +222,7 @@ class FusedStep:
             self.optimizer.pieces = dict(zip(self.partitions, self.pieces, strict=True))
             self.optimizer.data_group = zero.dp_process_group
             self.optimizer.tensor_group = zero.model_parallel_group
-        self._places: dict[tuple[int, nn.Parameter], tuple[int, int]] = {}  # by partition
+        self._place = cache(self._find_place)
         # Buckets that are not contiguous are lists of gradients: nothing is copied.
         if zero.contiguous_gradients and self._is_alone():
             zero.reduce_independent_p_g_buckets_and_remove_grads = self._keep_gradient
@@ -421,17 +422,13 @@ class FusedStep:
             flat[at:].zero_()
         return [flat]
 
-    def _place(self, parameter: nn.Parameter, part: int) -> tuple[int, int]:
+    def _find_place(self, parameter: nn.Parameter, part: int) -> tuple[int, int]:
         """Return where a parameter starts and ends in this rank's partition.
 
         The start is negative if it starts in the partition before.
         """
-        place = self._places.get((part, parameter))
-        if place is None:
-            zero, key = self.zero, self.zero.get_param_id(parameter)
-            rank = dist.get_rank(group=zero.real_dp_process_group[part])
-            start = zero.grad_partition_insertion_offset[part][rank][key]
-            start -= zero.grad_start_offset[part][rank][key]
-            end = min(start + parameter.numel(), self.partitions[part].numel())
-            place = self._places[part, parameter] = start, end
-        return place
+        zero, key = self.zero, self.zero.get_param_id(parameter)
+        rank = dist.get_rank(group=zero.real_dp_process_group[part])
+        start = zero.grad_partition_insertion_offset[part][rank][key]
+        start -= zero.grad_start_offset[part][rank][key]
+        return start, min(start + parameter.numel(), self.partitions[part].numel())

@@ -113,10 +113,9 @@ def check_store() -> None:
             return
         except OSError as error:
             if time.monotonic() > end:
-                raise RuntimeError(
-                    f"torchrun's store at {address[0]}:{address[1]} cannot be reached ({error}): torchrun "
-                    "has ended; start the run again"
-                ) from None
+                place = f"torchrun's store at {address[0]}:{address[1]}"
+                why = f"cannot be reached ({error}): torchrun has ended"
+                raise RuntimeError(f"{place} {why}; start the run again") from None
         time.sleep(0.2)
 
 

@@ -7,12 +7,11 @@ from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from cogfast.data.bad_samples import BadSample
 from cogfast.data.batches import Batch, BatchLoader, to_device
-from cogfast.distributed.process_groups import OtherRankError, ProcessGroups
+from cogfast.distributed.process_groups import OtherRankError, ProcessGroups, attempt
 
 
 class ModelBatches(AbstractContextManager["ModelBatches"]):
@@ -68,20 +67,14 @@ class ModelBatches(AbstractContextManager["ModelBatches"]):
         return to_device(self._shared(read), self.groups.device)
 
     def _shared(self, read: Callable[[BatchLoader], Batch]) -> Batch:
-        groups = self.groups
-        batch: Batch = {}
-        error: Exception | None = None
-        if self.loader is not None:
-            try:
-                batch = read(self.loader)
-            except Exception as caught:  # raised below, once the waiting ranks know of it
-                error = caught
+        groups, loader = self.groups, self.loader
+        batch, error = ({}, None) if loader is None else attempt(lambda: read(loader))
         # The others wait in a collective: an error must reach them in place of the batch.
         message = None if error is None else f"{type(error).__name__}: {error}"
         # First the shapes: the other ranks allocate before they receive.
         outline = {
             key: _Outline(value.shape, value.dtype) if isinstance(value, Tensor) else value
-            for key, value in batch.items()
+            for key, value in (batch or {}).items()
         }
         outline, message = groups.broadcast_in_model((outline, message))
         if error is not None:
@@ -97,10 +90,8 @@ class ModelBatches(AbstractContextManager["ModelBatches"]):
         if value is None:
             value = torch.empty(outline.shape, dtype=outline.dtype, device=device)
         value = value.to(device, non_blocking=True).contiguous()
-        # Send bytes: gloo does not support every dtype.
-        bytes_ = value.flatten().view(torch.uint8)
-        assert self.groups.model is not None, "a rank that works alone sends nothing"
-        dist.broadcast(bytes_, self.groups.first_of_model, group=self.groups.model.process_group)
+        # Send its bytes, in place: gloo does not support every dtype.
+        self.groups.broadcast_tensor_in_model(value.flatten().view(torch.uint8))
         return value
 
 

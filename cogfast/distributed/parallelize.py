@@ -105,19 +105,17 @@ def find_shards(transformer: nn.Module) -> dict[str, Shard]:
 
 def count_trained(transformer: DiffusionTransformer) -> int:
     """Return the number of trained elements of the whole model, over all shards."""
-    shards = find_shards(transformer)
-    trained = {n: p.shape for n, p in transformer.named_parameters() if p.requires_grad}
-    return sum(math.prod(shards[n].shape if n in shards else s) for n, s in trained.items())
+    trained = [p for p in transformer.parameters() if p.requires_grad]
+    return sum(math.prod(getattr(p, "shard", p).shape) for p in trained)
 
 
 def _mark(transformer: DiffusionTransformer) -> None:
     """Mark sharded parameters for DeepSpeed's gradient norm and for checkpoints."""
-    shards = find_shards(transformer)
-    for name, parameter in transformer.named_parameters():
-        # DeepSpeed counts parameters without tensor_model_parallel once per tensor-parallel group.
-        if name in shards:
-            marked: Any = parameter  # Any: gets attributes
-            marked.tensor_model_parallel, marked.shard = True, shards[name]
+    parameters: dict[str, Any] = dict(transformer.named_parameters())  # Any: they get attributes
+    for name, shard in find_shards(transformer).items():
+        if name in parameters:
+            # DeepSpeed counts parameters without it once per tensor-parallel group.
+            parameters[name].tensor_model_parallel, parameters[name].shard = True, shard
 
 
 def allocate(transformer: DiffusionTransformer, device: torch.device) -> None:

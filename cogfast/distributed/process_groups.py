@@ -14,13 +14,12 @@ from __future__ import annotations
 import atexit
 import contextlib
 import ctypes
-import dataclasses
 import logging
 import math
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
 from typing import Any, TypeVar
@@ -40,7 +39,6 @@ from cogfast.distributed.lost_ranks import (
 from cogfast.distributed.stop_signals import StopSignals, name_of
 from cogfast.distributed.tensor_parallel import ParallelGroup
 from cogfast.kernels import torch_library
-from cogfast.kernels.cpu.memory import keep_freed_memory
 
 logger = logging.getLogger(__name__)
 
@@ -48,6 +46,9 @@ logger = logging.getLogger(__name__)
 # stops they do not wait this long (lost_ranks.py).
 _DECISION_TIMEOUT = timedelta(hours=12)
 _VIRTUAL_MEMORY = 102  # CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED
+_M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD = -1, -2, -3  # malloc.h
+_LARGEST_KEPT = 256 * 2**20  # larger tensors go back to the system when they are freed
+_MOST_KEPT = 2**31 - 1  # an int's maximum
 # How long a rank that failed in work with collectives waits for the other ranks to fail like it.
 _PATIENCE = timedelta(seconds=10)
 _LONGEST_VALUE = 200  # characters, of a message
@@ -146,9 +147,8 @@ class ProcessGroups:
 
     def broadcast_in_model(self, value: T) -> T:
         """Return the first rank's `value` on every rank that works on the same samples."""
-        if self.model is None:
-            return value
-        return _broadcast(value, self.first_of_model, self.model_control)
+        first, among = self.first_of_model, self.model_control
+        return value if self.model is None else _broadcast(value, first, among)
 
     def gather(self, value: object) -> list:
         """Return every rank's `value`, in order of rank, on every rank."""
@@ -188,7 +188,7 @@ class ProcessGroups:
 
         among: as for `together`, if `make` has collectives.
         """
-        value, error = _attempt(lambda: self.together(make, among))
+        value, error = attempt(lambda: self.together(make, among))
         self.agree(error)
         return value
 
@@ -199,61 +199,44 @@ class ProcessGroups:
         ends the run. If all of them fail alike, such as out of memory, each raises its own error and
         can continue. among: a group for decisions; None: this rank alone.
         """
-        value, error = _attempt(make)
+        value, error = attempt(make)
         if among is not None and not (error is not None and is_lost_connection(error)):
-            self._join(error, among)
+            with _collective():
+                work = dist.all_reduce(torch.zeros(1), group=among, async_op=True)
+                assert work is not None, "an asynchronous collective returns its work"
+                try:
+                    work.wait(timedelta() if error is None else _PATIENCE)  # 0: no limit of its own
+                except RuntimeError:
+                    if error is None:
+                        raise
+                    text = f"rank {self.rank} failed in work that ranks do together, so the run cannot continue"
+                    raise UnsharedError(f"{text}: {type(error).__name__}: {error}") from error
         if error is not None:
             raise error
         return value
-
-    def _join(self, error: BaseException | None, among: dist.ProcessGroup) -> None:
-        """Wait for the ranks of a group; not for long if this rank has an `error`."""
-        with _collective():
-            work = dist.all_reduce(torch.zeros(1), group=among, async_op=True)
-            assert work is not None, "an asynchronous collective returns its work"
-            if error is None:
-                work.wait()
-                return
-            try:
-                work.wait(_PATIENCE)
-            except RuntimeError:
-                raise UnsharedError(
-                    f"rank {self.rank} failed in work that ranks do together, so the run cannot "
-                    f"continue: {type(error).__name__}: {error}"
-                ) from error
 
     def with_own_control(self) -> ProcessGroups:
         """Return these groups with a new control group, for use in a thread of its own."""
         if self.control is None:
             return self
         # Two threads must not mix their collectives in one group.
-        return dataclasses.replace(self, control=_decision_group())
+        return replace(self, control=_decision_group())
 
     def without_models(self) -> ProcessGroups:
         """Return these groups as if every rank worked on samples of its own."""
-        return dataclasses.replace(
-            self, tensor=None, context=None, model=None, model_control=None, replicas=None
-        )
+        alone = replace(self, tensor=None, context=None, model=None)
+        return replace(alone, model_control=None, replicas=None)
 
     def on_main(self, make: Callable[[], T]) -> T:
         """Run `make` on rank 0 and return its result on every rank. Its error ends all ranks."""
-        value: Any = None  # on rank 0 a T; the other ranks get it
-        error = None
-        if self.is_main:
-            try:
-                value = make()
-            except Exception as caught:
-                error = caught
+        value, error = attempt(make if self.is_main else lambda: None)
         # First agree: otherwise the other ranks would wait for a value that never comes.
         self.agree(error)
         return self.broadcast(value)
 
     def check_same(self, values: Mapping[str, object]) -> None:
-        """Check that `values`, of the configuration that each rank has read, are those of rank 0. Collective.
-
-        Raises:
-            ValueError: a key has another value than on rank 0, and is no folder of each machine.
-        """
+        """Raise ValueError on all ranks unless `values`, of the configuration that each rank has read, are
+        those of rank 0, but for folders of each machine. Collective."""
         first = self.broadcast(values)
 
         def compare() -> None:
@@ -307,7 +290,22 @@ def use_expandable_segments(device: int) -> None:
         os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
 
 
-def _attempt(make: Callable[[], T]) -> tuple[Any, Exception | None]:
+def keep_freed_memory() -> None:
+    """Let malloc keep freed tensors up to 256 MiB for the next step, whose tensors are as large.
+
+    glibc returns freed memory to the system by default. A training step then touches thousands of
+    fresh pages, each a page fault that zeroes 4 KiB. Kept memory has gaps that larger tensors do not
+    fit into: docs/diagnostics.md says how much more a process takes. Other C libraries are left as
+    they are.
+    """
+    libc = ctypes.CDLL(None)
+    if hasattr(libc, "gnu_get_libc_version"):
+        libc.mallopt(_M_MMAP_THRESHOLD, _LARGEST_KEPT)
+        libc.mallopt(_M_TRIM_THRESHOLD, _MOST_KEPT)
+        libc.mallopt(_M_TOP_PAD, 2**20)
+
+
+def attempt(make: Callable[[], T]) -> tuple[Any, Exception | None]:
     """Return the result of `make`, or the error that it raises and that the ranks can share."""
     try:
         return make(), None
@@ -407,7 +405,7 @@ def _take_cpu_kernels(groups: ProcessGroups) -> None:
     Ranks that round differently would let replicated weights drift apart.
     """
     reasons = [*filter(None, groups.gather(torch_library.compile_cpu_kernels()))]
-    torch_library.use_cpu_kernels(not reasons)
+    torch_library.HAS_CPU_KERNELS = not reasons
     if reasons and groups.is_main:
         text = "the C++ kernels are not used, so that a CPU runs PyTorch's ops, which take longer"
         logger.warning("%s: %s", text, reasons[0])
@@ -444,17 +442,11 @@ def _with_shared_models(
     model = group_of(models) if tensor and context else tensor or context
     replicas, _ = split([ranks[i::tensor_size] for i in range(tensor_size)])
     control, _ = dist.new_subgroups_by_enumeration(models, _DECISION_TIMEOUT, backend="gloo")
-    return dataclasses.replace(
-        groups,
-        tensor=tensor,
-        context=context,
-        model=model,
-        model_control=control,
-        replicas=replicas,
-    )
+    groups = replace(groups, tensor=tensor, context=context, model=model)
+    return replace(groups, model_control=control, replicas=replicas)
 
 
-class StopRequest:
+class StopRequest(StopSignals):
     """Stops every rank at the same step boundary after a signal to any rank or after `max_hours`.
 
     The signals are SIGINT, SIGTERM, SIGHUP and SIGUSR1; `max_hours` counts from the start of the
@@ -473,11 +465,11 @@ class StopRequest:
     ) -> None:
         import psutil
 
+        super().__init__(self._last_line, announce=self._announce)
         self.groups, self.max_hours, self.hint = groups, max_hours, hint
         self.deadline = math.inf
         if max_hours is not None:
             self.deadline = psutil.Process().create_time() + 3600 * max_hours
-        self._signals = StopSignals(self._last_line, announce=self._announce)
         self.is_stopping = False  # whether all ranks have agreed
         self.is_by_signal = False  # and not because of max_hours
         self._pending: tuple[dist.Work, Tensor] | None = None
@@ -485,11 +477,8 @@ class StopRequest:
     def __enter__(self) -> StopRequest:
         # A signal ends a rank that is still starting, so no rank asks for a save before all are ready.
         self.groups.gather(None)
-        self._signals.__enter__()
+        super().__enter__()
         return self
-
-    def __exit__(self, *exc_info: Any) -> None:
-        self._signals.__exit__(*exc_info)
 
     def finish(self) -> None:
         """Wait for the pending all-reduce. Call it before the groups are destroyed."""
@@ -498,11 +487,8 @@ class StopRequest:
         self._pending = None
 
     def _announce(self, number: int) -> None:
-        logger.info(
-            "%s: the run will save a checkpoint after this step and end; a second Ctrl-C ends it at "
-            "once",
-            name_of(number),
-        )
+        text = "%s: the run will save a checkpoint after this step and end; a second Ctrl-C ends it at once"
+        logger.info(text, name_of(number))
 
     def _last_line(self, reason: str) -> str:
         return f"cogfast: {reason}; {self.hint()}" if self.groups.is_main else ""
@@ -510,26 +496,26 @@ class StopRequest:
     @property
     def reason(self) -> str:
         """The signal or key that asked the ranks to stop."""
-        if self._signals.received:
-            return name_of(self._signals.received[0])
+        if self.received:
+            return name_of(self.received[0])
         return f"args.max_hours={self.max_hours:g}" if self.is_asked else "a signal to another rank"
 
     @property
     def is_asked(self) -> bool:
         """Whether this rank was asked to stop."""
-        return bool(self._signals.received) or time.time() >= self.deadline
+        return bool(self.received) or time.time() >= self.deadline
 
     def is_agreed(self) -> bool:
         """Return whether all ranks stop now. Every rank calls it once per step."""
         if self.groups.world_size == 1:
-            self.is_stopping, self.is_by_signal = self.is_asked, bool(self._signals.received)
+            self.is_stopping, self.is_by_signal = self.is_asked, bool(self.received)
             return self.is_stopping
         if self._pending is not None:
             work, flag = self._pending
             work.wait()
             value = int(flag.item())  # sync: none, a CPU tensor
             self.is_stopping, self.is_by_signal = value > 0, value == _SIGNAL
-        flag = torch.tensor([_SIGNAL if self._signals.received else int(self.is_asked)])
+        flag = torch.tensor([_SIGNAL if self.received else int(self.is_asked)])
         # MAX: one rank that was asked stops all.
         work = dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=self.groups.control, async_op=True)
         assert work is not None, "an asynchronous collective returns its work"
@@ -545,11 +531,8 @@ class ModelParallelUnit:
         replicas, tensor = groups.replicas, groups.tensor.process_group
         self.get_data_parallel_group = lambda: replicas
         self.get_data_parallel_group_ranks = lambda: dist.get_process_group_ranks(replicas)
-        self.get_data_parallel_world_size, self.get_data_parallel_rank = (
-            replicas.size,
-            replicas.rank,
-        )
+        self.get_data_parallel_world_size = replicas.size
+        self.get_data_parallel_rank = replicas.rank
         self.get_model_parallel_group = self.get_tensor_model_parallel_group = lambda: tensor
-        self.get_model_parallel_world_size = tensor.size
-        self.get_tensor_model_parallel_world_size = tensor.size
+        self.get_model_parallel_world_size = self.get_tensor_model_parallel_world_size = tensor.size
         self.get_model_parallel_rank = self.get_tensor_model_parallel_rank = tensor.rank

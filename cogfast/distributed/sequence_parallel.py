@@ -8,6 +8,7 @@ each column-parallel linear's input again, for the gradient of its weight.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -89,31 +90,24 @@ def _of_own_rows(kernels: BlockKernels, group: ParallelGroup) -> BlockKernels:
         # The kernels expect the parameters' dtype; float32 is for the sum of the gradients.
         return [copy.to(v.dtype) for copy, v in zip(copies, given, strict=True)]
 
-    # The arguments are those of the kernels; `rest` ends in num_text and eps.
-    def adaptive_layernorm(
-        hidden: Tensor, weight: Tensor | None, bias: Tensor | None, *rest: Any
-    ) -> tuple[Tensor, Tensor]:
-        *modulation, num_text, eps = rest
-        count = own_text(hidden, num_text)
-        return kernels.adaptive_layernorm(hidden, *shared(weight, bias), *modulation, count, eps)
+    def adapted(kernel: Callable, text: int, *parameters: slice) -> Callable:
+        """Return a kernel of hidden and others. text: its argument num_text; parameters: its vectors."""
 
-    def residual_adaptive_layernorm(
-        hidden: Tensor, branch: Tensor, branch_bias: Tensor | None, gate: Tensor, *rest: Any
-    ) -> tuple[Tensor, Tensor]:
-        weight, bias, *modulation, num_text, eps = rest
-        residual = (branch, *shared(branch_bias), gate)
-        norm, count = (*shared(weight, bias), *modulation), own_text(hidden, num_text)
-        return kernels.residual_adaptive_layernorm(hidden, *residual, *norm, count, eps)
+        def run(*given: Any) -> Any:
+            inputs = [*given]
+            for place in parameters:
+                inputs[place] = shared(*inputs[place])
+            inputs[text] = own_text(inputs[0], inputs[text])
+            return kernel(*inputs)
 
-    def gated_residual(
-        hidden: Tensor, branch: Tensor, branch_bias: Tensor | None, gate: Tensor, num_text: int
-    ) -> Tensor:
-        residual = (branch, *shared(branch_bias), gate)
-        return kernels.gated_residual(hidden, *residual, own_text(hidden, num_text))
+        return run
 
+    # The branch's bias and the norm's weight and bias
+    bias, norm, norm_of_residual = slice(2, 3), slice(1, 3), slice(4, 6)
+    both = kernels.residual_adaptive_layernorm
     return replace(
         kernels,
-        adaptive_layernorm=adaptive_layernorm,
-        residual_adaptive_layernorm=residual_adaptive_layernorm,
-        gated_residual=gated_residual,
+        adaptive_layernorm=adapted(kernels.adaptive_layernorm, -2, norm),
+        residual_adaptive_layernorm=adapted(both, -2, bias, norm_of_residual),
+        gated_residual=adapted(kernels.gated_residual, -1, bias),
     )

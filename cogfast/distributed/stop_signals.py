@@ -131,20 +131,19 @@ class StopSignals:
 @contextlib.contextmanager
 def keeping(kept: str) -> Iterator[None]:
     """Let the last line of a command that a signal ends say what is kept of the work inside."""
-    signals = StopSignals._innermost
-    if signals is None:
-        yield
-        return
-    before, signals.kept = signals.kept, kept
+    before = keep_in_last_line(kept)
     yield
     # Not after an error: the line is written once the command has unwound.
-    signals.kept = before
+    keep_in_last_line(before)
 
 
-def keep_in_last_line(text: str) -> None:
-    """Let the last line of a failing command say `text` if a signal ends it before its error is written."""
-    if StopSignals._innermost is not None:
-        StopSignals._innermost.kept = text
+def keep_in_last_line(text: str) -> str:
+    """Let the last line of a command that a signal ends say `text`, such as before its error is written.
+    Return the text that it had."""
+    if (signals := StopSignals._innermost) is None:
+        return ""
+    before, signals.kept = signals.kept, text
+    return before
 
 
 def name_of(number: int) -> str:

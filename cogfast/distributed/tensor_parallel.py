@@ -119,14 +119,7 @@ class _ColumnLinear(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(
-        ctx,
-        x: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        group: ParallelGroup,
-        splits_rows: bool,
-    ) -> Tensor:
+    def forward(ctx, x, weight, bias, group, splits_rows):
         # A frozen weight's gradient is not computed, so its input is not kept, as in F.linear.
         ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight)
         ctx.group, ctx.splits_rows = group, splits_rows

@@ -32,10 +32,10 @@ from cogfast.distributed.fused_step import (
 from cogfast.distributed.keys import EngineKeys
 from cogfast.distributed.process_groups import ModelParallelUnit
 from cogfast.distributed.step_clock import CLOCK
-from cogfast.extensions.memory.moment_codes import CodedMoment, largest_key, read_moment
+from cogfast.extensions.memory.moment_codes import CodedMoment, largest_key
 from cogfast.extensions.prodigy_muon.optimizers import ShardedOptimizer
+from cogfast.kernels import torch_library
 from cogfast.kernels.fused_ema_adam import FusedEmaAdam
-from cogfast.kernels.torch_library import leave_multiprocessors
 from cogfast.model.transformer import DiffusionTransformer
 from cogfast.model.weights.shard import Shard
 
@@ -112,12 +112,9 @@ def deepspeed_config(given: Mapping[str, Any], args: EngineKeys) -> dict:
     zero = section.setdefault("zero_optimization", {})
     zero["stage"], sum_dtype = stage_and_sums(section, args)
     if zero["stage"] != args.zero_stage:
-        logger.warning(
-            "ZeRO stage %d runs as stage %d: the same update with sharded %s",
-            args.zero_stage,
-            zero["stage"],
-            "state" if zero["stage"] == 1 else "state and float32 sums of gradients",
-        )
+        what = "state" if zero["stage"] == 1 else "state and float32 sums of gradients"
+        text = "ZeRO stage %d runs as stage %d: the same update with sharded %s"
+        logger.warning(text, args.zero_stage, zero["stage"], what)
     if args.bf16 and zero["stage"] < 3:
         # Non-finite steps are skipped on the device instead (_guard_non_finite_steps).
         section["bf16"]["check_grad_overflow"] = False
@@ -160,10 +157,7 @@ def _fit_stage_3_to_checkpointing() -> None:
     """
     from deepspeed.runtime.zero.linear import LinearFunctionForZeroStage3
     from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
-    from torch.utils._python_dispatch import (
-        _disable_current_modes,
-        _get_current_dispatch_mode_stack,
-    )
+    from torch.utils import _python_dispatch
     from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispatchMode
 
     watching = (_CachedTorchDispatchMode, _CachingTorchDispatchMode)
@@ -179,9 +173,9 @@ def _fit_stage_3_to_checkpointing() -> None:
     def unwatched(method: Callable) -> Callable:
         @functools.wraps(method)
         def run(*args: Any, **options: Any) -> Any:
-            modes = _get_current_dispatch_mode_stack()
+            modes = _python_dispatch._get_current_dispatch_mode_stack()
             is_watched = any(isinstance(mode, watching) for mode in modes)
-            with _disable_current_modes() if is_watched else nullcontext():
+            with _python_dispatch._disable_current_modes() if is_watched else nullcontext():
                 return method(*args, **options)
 
         return run
@@ -352,10 +346,7 @@ class ZeroEngine:
         return reason is None
 
     def _leave_multiprocessors(self, overlaps: bool) -> None:
-        """Let backward kernels leave multiprocessors to NCCL where reductions overlap the backward pass.
-
-        The number is that of all ranks and steps: a kernel's order of sums depends on it.
-        """
+        """Let backward kernels leave multiprocessors to NCCL where reductions overlap the backward pass."""
         number, device = 0, self.num_skipped.device
         is_shared = torch.distributed.get_world_size(self.zero.dp_process_group) > 1
         if device.type == "cuda" and overlaps and is_shared:
@@ -364,7 +355,8 @@ class ZeroEngine:
             torch.distributed.all_reduce(asked, torch.distributed.ReduceOp.MAX)
             number = int(asked)  # sync: once
             logger.info("backward kernels leave %d multiprocessors to NCCL's reductions", number)
-        leave_multiprocessors(number)
+        # A kernel's order of sums depends on the number, which is that of all ranks and steps.
+        torch_library.LEFT_MULTIPROCESSORS = number
 
     def _guard_non_finite_steps(self) -> None:
         """Make the optimizer skip steps with non-finite gradients, through a device scalar.
@@ -441,16 +433,6 @@ class ZeroEngine:
         device = self.parts[part].device if self._is_fused else "cpu"  # as in torch's optimizers
         self.state(part)[key] = torch.tensor(value, device=device)
 
-    def view(self, piece: Slice, kind: str) -> Tensor:
-        """Return a slice's "master" weights or a kind of optimizer state, float32 [numel].
-
-        It is a view, except of 8-bit moments.
-        """
-        if kind == "master":
-            return self.parts[piece.part].detach().narrow(0, piece.offset, piece.numel)
-        self.wait_for_ema()
-        return read_moment(self.state(piece.part), kind, piece.offset, piece.numel)
-
     def allocate_state(self, kinds: list[str]) -> None:
         """Allocate the optimizer's state before its first step; kinds: of other optimizers."""
         self.wait_for_ema()
@@ -523,12 +505,9 @@ class ZeroEngine:
         is_written: rank 0's changes are sent to all ranks at the end of the block.
         """
         self.wait_for_weights()
-        if self.stage < 3:
-            # Stages 1 and 2 keep every parameter whole on each rank.
-            yield parameter.data
-            return
         from deepspeed.runtime.zero.partition_parameters import GatheredParameters
 
+        # This has no effect in stages 1 and 2, which keep every parameter whole on each rank.
         with GatheredParameters([parameter], modifier_rank=0 if is_written else None):
             yield parameter.data
 

@@ -263,19 +263,9 @@ def _backward_of_op(ctx, *gradients):
 _run_forward = register_gradient(_forward, _save_of_op, _backward_of_op)
 
 
-def _check(
-    op: str,
-    num_text: int,
-    hidden: Tensor,
-    branch: Tensor | None = None,
-    branch_bias: Tensor | None = None,
-    gate: Tensor | None = None,
-    weight: Tensor | None = None,
-    bias: Tensor | None = None,
-    shift: Tensor | None = None,
-    scale: Tensor | None = None,
-) -> None:
+def _check(op: str, num_text: int, hidden: Tensor, *others: Tensor | None) -> None:
     """Raise a ValueError for arguments that the ops do not take."""
+    branch, branch_bias, gate, weight, bias, shift, scale = others
     if hidden.dim() != 3:
         refuse(op, "hidden", hidden, "its shape must be [B, S, M]")
     check_tensor(op, "hidden", hidden, hidden.shape)
@@ -320,7 +310,7 @@ def layernorm(hidden: Tensor, weight: Tensor | None, bias: Tensor | None, eps: f
 
     Sums over rows are float32, also for bf16 rows on a CPU, where nn.LayerNorm adds in bf16.
     """
-    _check("layernorm", 0, hidden)
+    _check("layernorm", 0, hidden, *[None] * 7)
     num_batches, _, width = hidden.shape
     shift, scale = hidden.new_zeros(2, num_batches, 2, width).unbind()  # n * (1 + 0) + 0 is n
     return adaptive_layernorm(hidden, weight, bias, shift, scale, 0, eps)[1]
@@ -356,8 +346,9 @@ def gated_residual(
 
     hidden, branch: [B, S, M]. branch_bias: [M] or None. gate: [B, 2, M].
     """
-    _check("gated_residual", num_text, hidden, branch, branch_bias, gate)
-    if not has_kernel(hidden):
-        return gated_residual_reference(hidden, branch, branch_bias, gate, num_text)
+    inputs = (hidden, branch, branch_bias, gate)
     no_norm = (None, None, None, None)  # weight, bias, shift, scale
-    return _AdaptiveLayerNorm.apply(hidden, branch, branch_bias, gate, *no_norm, num_text, 0.0)[0]
+    _check("gated_residual", num_text, *inputs, *no_norm)
+    if not has_kernel(hidden):
+        return gated_residual_reference(*inputs, num_text)
+    return _AdaptiveLayerNorm.apply(*inputs, *no_norm, num_text, 0.0)[0]

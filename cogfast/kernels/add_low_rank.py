@@ -73,15 +73,7 @@ def _scaled_product(a: Tensor, b: Tensor, scaling: float) -> Tensor:
 
 class _AddLowRank(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx,
-        x: Tensor,
-        low: Tensor,
-        parts: list[int],
-        num_parts: int,
-        scaling: float,
-        *matrices: Tensor,
-    ) -> Tensor:
+    def forward(ctx, x, low, parts, num_parts, scaling, *matrices):
         inputs = (x, low, list(matrices), parts, num_parts, scaling)
         _AddLowRank.save(ctx, inputs, None)
         return _run(*inputs)
@@ -99,10 +91,8 @@ class _AddLowRank(torch.autograd.Function):
         gradients = [of_part[part] for part in ctx.parts]
         dlow = None
         if ctx.needs_input_grad[1]:
-            products = [
-                _scaled_product(gradient, matrix, ctx.scaling)
-                for gradient, matrix in zip(gradients, matrices, strict=True)
-            ]
+            pairs = zip(gradients, matrices, strict=True)
+            products = [_scaled_product(*pair, ctx.scaling) for pair in pairs]
             dlow = products[0] if len(products) == 1 else torch.cat(products, dim=-1)
             dlow = dlow.view(low.shape)
         lows = low.flatten(0, -2).chunk(len(matrices), dim=-1)

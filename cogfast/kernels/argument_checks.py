@@ -30,14 +30,8 @@ def check_tensor(
 ) -> None:
     """Check shape, density of the last dim, device and dtype. None, an argument left out, passes.
 
-    Args:
-        like: tensor whose device and dtype are required.
-        any_dtype: do not require the dtype of `like`.
-
-    A CPU tensor may have any floating dtype, a GPU tensor one of GPU_DTYPES.
-
-    Raises:
-        ValueError: names `op`, `argument`, the tensor and the rule it breaks.
+    like: tensor whose device and, unless any_dtype, dtype are required. A CPU tensor may have any floating
+    dtype, a GPU tensor one of GPU_DTYPES.
     """
     if tensor is None:
         return

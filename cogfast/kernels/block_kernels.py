@@ -42,10 +42,8 @@ def choose_kernels(
 ) -> BlockKernels:
     """Choose the implementation of all ops.
 
-    Args:
-        kernels: "triton" for this package's kernels (on a CPU their CPU versions), "torch" for the
-            references in plain PyTorch.
-        attention_backend: a name of flash_attention.BACKENDS that can run here; None: see there.
+    kernels: "triton" for this package's (on a CPU their CPU versions), "torch" for the references in plain
+    PyTorch. attention_backend: a name of attention_backends.BACKENDS that can run here; None: see there.
     """
     if attention_backend in flash_attn.MODULES:
         flash_attn.load(attention_backend)

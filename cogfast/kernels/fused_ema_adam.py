@@ -19,7 +19,7 @@ import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -143,26 +143,6 @@ def average_(shadow: Tensor, p: Tensor, weight: Tensor, kernels: str = "triton")
         shadow.lerp_(p, weight)
 
 
-class EmaElsewhere(Protocol):
-    """Keeps the EMA on another device than the weights, and updates it after a step."""
-
-    def empty(self, like: Tensor) -> Tensor:
-        """Allocate the EMA of a parameter."""
-        ...
-
-    def start(self, p: Tensor, shadow: Tensor, weight: Tensor) -> None:
-        """Begin shadow += weight (p - shadow); weight: [] on the device of p."""
-        ...
-
-    def before_update(self, shadow: Tensor) -> None:
-        """Let what follows on the device wait for that, since it may change p."""
-        ...
-
-    def wait(self) -> None:
-        """Wait until the host can read every EMA."""
-        ...
-
-
 class FusedEmaAdam(torch.optim.Optimizer):
     """Adam with an EMA of the weights in `state[p]["shadow"]`; SAT's arguments and defaults.
 
@@ -186,8 +166,8 @@ class FusedEmaAdam(torch.optim.Optimizer):
         found_inf: tensor [], not 0 if gradients overflowed: step() then changes nothing, counts and
             copies included.
         has_8bit_moments: keep the moments as 8-bit codes; assign before the first step.
-        other_ema: keeps the EMA of float32 parameters; assign before the first step. None: it is
-            beside the parameter.
+        other_ema: a HostEma (extensions/memory/host_ema.py), which keeps the EMA of float32
+            parameters; assign before the first step. None: it is beside the parameter.
     gradient_scale, found_inf and a group's lr may be tensors on the parameters' device; on a GPU
     only the kernel reads them.
     """
@@ -241,7 +221,7 @@ class FusedEmaAdam(torch.optim.Optimizer):
         self.gradient_scale: Tensor | None = None
         self.found_inf: Tensor | None = None
         self.has_8bit_moments = False
-        self.other_ema: EmaElsewhere | None = None
+        self.other_ema: Any = None
         self._is_lent = False  # within `averaged`
         self._tables: dict[tuple, Any] = defaultdict(_new_table)  # TensorTable of each launch
 
@@ -295,15 +275,14 @@ class FusedEmaAdam(torch.optim.Optimizer):
     def state_of(self, p: Tensor) -> dict[str, Tensor]:
         """Return the state of `p`; create what is missing and keep what a resumed run filled in."""
         state = self.state[p]
-        moments = self.moments_of(p)
-        if "shadow" not in state or any(key not in state for key in moments):
-            # float32 whatever the parameter's dtype.
-            state.setdefault("step", torch.zeros((), device=p.device))
-            for key in moments:
-                if key not in state:
-                    state |= self._empty_moment(p, key)
-            if "shadow" not in state:
-                state["shadow"] = self._empty_shadow(p).copy_(p.detach())
+        # All but codes is float32, whatever the parameter's dtype.
+        if "step" not in state:
+            state["step"] = torch.zeros((), device=p.device)
+        for key in self.moments_of(p):
+            if key not in state:
+                state |= self._empty_moment(p, key)
+        if "shadow" not in state:
+            state["shadow"] = self._empty_shadow(p).copy_(p.detach())
         step = state["step"]
         # A resumed run may have stored a plain number.
         if not isinstance(step, Tensor) or step.dtype != torch.float32 or step.device != p.device:
@@ -400,14 +379,9 @@ class FusedEmaAdam(torch.optim.Optimizer):
 
     def _options(self, group: dict) -> dict[str, Any]:
         """Return the options that the CPU's and the GPU's kernel take under the same names."""
-        return {
-            "eps": group["eps"],
-            "weight_decay": group["weight_decay"],
-            "bias_correction": group["bias_correction"],
-            "adam_w_mode": self.adam_w_mode,
-            "ema_decay": self.ema_decay,
-            "use_num_updates": self.use_num_updates,
-        }
+        of_group = {key: group[key] for key in ("eps", "weight_decay", "bias_correction")}
+        own = ("adam_w_mode", "ema_decay", "use_num_updates")
+        return of_group | {key: vars(self)[key] for key in own}
 
     def _chunks(self, p: Tensor) -> Iterator[_Chunk]:
         """Yield p, g, m, v, shadow and copy of one piece of a parameter after another. 8-bit moments are

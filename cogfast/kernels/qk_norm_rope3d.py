@@ -165,7 +165,7 @@ def qk_norm_rope3d(
     qkv: [B, S, 3, H, D], on a GPU with D a multiple of 16 up to 128. query_norm, key_norm: both
     given or both None.
     """
-    _check(qkv, query_norm, key_norm, rotation, num_text)
+    _check(qkv, {"query_norm": query_norm, "key_norm": key_norm}, rotation, num_text)
     has_norm = query_norm is not None
     if not has_kernel(qkv):
         return qk_norm_rope3d_reference(qkv, query_norm, key_norm, rotation, num_text)
@@ -181,13 +181,7 @@ def qk_norm_rope3d(
     return _QkNormRope3d.apply(qkv, *affine, *tables, num_text, *grid, has_norm, EPS)
 
 
-def _check(
-    qkv: Tensor,
-    query_norm: Affine | None,
-    key_norm: Affine | None,
-    rotation: Rotation | None,
-    num_text: int,
-) -> None:
+def _check(qkv: Tensor, norms: dict, rotation: Rotation | None, num_text: int) -> None:
     """Raise a ValueError for arguments that the ops do not take."""
     if qkv.dim() != 5 or qkv.shape[2] != 3:
         refuse(_OP, "qkv", qkv, "its shape must be [B, S, 3, H, D]")
@@ -195,10 +189,10 @@ def _check(
     num_tokens, width = qkv.shape[1], qkv.shape[4]
     if qkv.device.type == "cuda" and (width % 16 or width > 128):
         refuse(_OP, "qkv", qkv, "D, its last dim, must be a multiple of 16 up to 128")
-    if (query_norm is None) != (key_norm is None):
-        missing = "query_norm" if query_norm is None else "key_norm"
-        refuse(_OP, missing, None, "both norms must be given, or none")
-    for side, norm in (("query_norm", query_norm), ("key_norm", key_norm)):
+    missing = [side for side, norm in norms.items() if norm is None]
+    if len(missing) == 1:
+        refuse(_OP, missing[0], None, "both norms must be given, or none")
+    for side, norm in norms.items():
         for name, parameter in zip(("weight", "bias"), norm or (None, None), strict=True):
             check_tensor(_OP, f"{side} {name}", parameter, (width,), qkv, any_dtype=True)
     if rotation is None:

@@ -16,6 +16,7 @@ from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
 from cogfast.kernels.cpu.library import compile_library, library_file
 
@@ -26,41 +27,28 @@ _Reference = TypeVar("_Reference", bound=Callable)
 
 
 CPU_DTYPES = (torch.float32, torch.bfloat16)  # of the C++ kernels
-HAS_CPU_KERNELS = False  # whether CPU tensors take them
-
-
-LEFT_MULTIPROCESSORS = 0  # of a GPU, which backward kernels leave to NCCL's reductions
-
-
-def leave_multiprocessors(number: int) -> None:
-    """Let backward kernels that fill a GPU leave so many multiprocessors, at most a quarter of all.
-
-    The order of their sums depends on the number: it must be the same in all steps and on all ranks.
-    """
-    global LEFT_MULTIPROCESSORS
-    LEFT_MULTIPROCESSORS = number
-
-
-def use_cpu_kernels(is_used: bool) -> None:
-    """Choose between the C++ kernels, which must be loaded, and PyTorch's ops for CPU tensors."""
-    global HAS_CPU_KERNELS
-    HAS_CPU_KERNELS = is_used
+HAS_CPU_KERNELS = False  # whether CPU tensors take them, which must be loaded; else PyTorch's ops
+# Multiprocessors of a GPU, at most a quarter of all, which backward kernels that fill it leave to NCCL's
+# reductions. ZeroEngine sets it.
+LEFT_MULTIPROCESSORS = 0
 
 
 def compile_cpu_kernels() -> str:
     """Compile and load the C++ library, unless it is loaded. Return why this is not possible, or ""."""
+    global HAS_CPU_KERNELS
     if HAS_CPU_KERNELS:
         return ""
     try:
         torch.ops.load_library(compile_library())
     except (OSError, RuntimeError) as error:
         return str(error)
-    use_cpu_kernels(True)
+    HAS_CPU_KERNELS = True
     return ""
 
 
 def _load_cpu_kernels() -> None:
     """Load the C++ library if it has been compiled for this machine."""
+    global HAS_CPU_KERNELS
     try:
         file = library_file()
     except RuntimeError:  # this machine has no kernels
@@ -68,7 +56,7 @@ def _load_cpu_kernels() -> None:
     try:
         if file.exists():
             torch.ops.load_library(file)
-            use_cpu_kernels(True)
+            HAS_CPU_KERNELS = True
     except OSError as error:
         logger.warning("the C++ kernels cannot be loaded; remove %s (%s)", file, error)
 
@@ -92,12 +80,9 @@ def float32_on_cpu(reference: _Reference) -> _Reference:
     def compute(hidden: Tensor, *inputs: Any, **named: Any) -> Any:
         if hidden.device.type != "cpu" or hidden.dtype.itemsize > 2:
             return reference(hidden, *inputs, **named)
-        widen = lambda x: x.float() if isinstance(x, Tensor) else x
-        wide = {name: widen(x) for name, x in named.items()}
-        outputs = reference(hidden.float(), *map(widen, inputs), **wide)
-        if isinstance(outputs, Tensor):
-            return outputs.to(hidden.dtype)
-        return tuple(x.to(hidden.dtype) for x in outputs)
+        inputs, named = tree_map_only(Tensor, Tensor.float, (inputs, named))
+        outputs = reference(hidden.float(), *inputs, **named)
+        return tree_map_only(Tensor, lambda x: x.to(hidden.dtype), outputs)
 
     return cast(_Reference, compute)
 
@@ -148,11 +133,8 @@ def register_op(
 ) -> Any:
     """Define an op and return it.
 
-    Args:
-        schema: name and signature.
-        fake: returns empty outputs, for torch.compile.
-        gpu: implementation for CUDA tensors; None for an op of CPU tensors alone.
-        cpu: implementation for CPU tensors; None if the C++ library registers one under this name.
+    schema: name and signature. fake: returns empty outputs, for torch.compile. gpu, cpu: implementations;
+    gpu is None for an op of CPU tensors alone, cpu if the C++ library registers one under this name.
     """
     name = schema.partition("(")[0]
     _LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))

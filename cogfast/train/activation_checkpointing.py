@@ -157,9 +157,7 @@ def _tensors(args: Any) -> list[Tensor]:
 
 
 def _contexts(
-    keeps: Keeps,
-    pack: Callable[[Tensor], Any] = lambda x: _alias(x),
-    unpack: Callable[[Any], Any] = lambda x: x,
+    keeps: Keeps, pack: Callable[[Tensor], Any] = _alias, unpack: Callable[[Any], Any] = lambda x: x
 ) -> tuple[_Keep, _Reuse]:
     """Return contexts for a checkpoint's forward pass and its recomputation."""
     kept: deque[Any] = deque()
@@ -206,7 +204,7 @@ def block_call(
 
 
 def _offloading_call(
-    block: nn.Module, number: int, policy: Policy, keep_rng: bool, offload: OffloadedActivations
+    block: nn.Module, policy: Policy, number: int, keep_rng: bool, offload: OffloadedActivations
 ) -> BlockCall:
     """Return a call of a block under a policy that keeps activations in host memory."""
 
@@ -231,13 +229,12 @@ def apply_policies(
     `full` alone.
     """
     keep_rng = transformer.uses_dropout  # no other op in a block uses random numbers
-    calls: list[BlockCall] = []
-    for number, (block, policy) in enumerate(zip(transformer.blocks, policies, strict=True)):
-        if offload is not None:
-            assert policy != "none" and not (is_compiled and policy in _KEEPS), policy
-            calls.append(_offloading_call(block, number, policy, keep_rng, offload))
-        else:
-            calls.append(block_call(block, policy, keep_rng, is_compiled))
+    pairs = zip(transformer.blocks, policies, strict=True)
+    if offload is None:
+        calls = [block_call(block, policy, keep_rng, is_compiled) for block, policy in pairs]
+    else:
+        assert not ({"none", *(_KEEPS if is_compiled else ())} & set(policies)), policies
+        calls = [_offloading_call(*pair, i, keep_rng, offload) for i, pair in enumerate(pairs)]
     transformer.use_calls(calls)
 
 
@@ -245,9 +242,6 @@ def describe(policies: Sequence[Policy]) -> str:
     """Format policies as `attention_kept in layers 0-23, pointwise in layers 24-41`."""
     if len(set(policies)) == 1:
         return f"{policies[0]} in all {len(policies)} layers"
-    parts, first = [], 0
-    for policy, run in groupby(policies):
-        last = first + len(list(run)) - 1
-        parts.append(f"{policy} in layers {first}-{last}")
-        first = last + 1
-    return ", ".join(parts)
+    runs = groupby(range(len(policies)), key=policies.__getitem__)
+    layers = [(policy, [*run]) for policy, run in runs]
+    return ", ".join(f"{policy} in layers {run[0]}-{run[-1]}" for policy, run in layers)

@@ -112,6 +112,8 @@ class Encoder(FrozenEncoders):
         # The first clips choose how they are encoded by the memory that the text encoder leaves free.
         text = self._text(batch, rng)
         pixels, latents = self._latents(batch, rng)
+        # CogVideoX 1.5 joins two latent frames in a token, but clips have an odd number.
+        latents = pad_latent_frames(latents, self.patch)
         # They return scaled latents [B, C', T, h, w], without padding.
         encode = {
             "control": self._control_latents,
@@ -148,7 +150,7 @@ class Encoder(FrozenEncoders):
         H, W] in [-1, 1], and "masked_video_latents" with the channel of the mask.
         """
         text = self._text(batch, rng)
-        pixels, latents = self._unpadded_latents(batch, rng)
+        pixels, latents = self._latents(batch, rng)
         encoded = {"encoded_videos": latents, "prompt_embedding": text}
         if self.image_input and "images" in batch:
             encoded["images"] = in_unit_range(batch["images"])
@@ -173,23 +175,16 @@ class Encoder(FrozenEncoders):
         return num_pixel_frames(frames) if self.latent_input else frames
 
     def _latents(self, batch: dict, rng: SlotRandom) -> tuple[Tensor | None, Tensor]:
-        pixels, latents = self._unpadded_latents(batch, rng)
-        # CogVideoX 1.5 joins two latent frames in a token, but clips have an odd number.
-        return pixels, pad_latent_frames(latents, self.patch)
-
-    def _unpadded_latents(self, batch: dict, rng: SlotRandom) -> tuple[Tensor | None, Tensor]:
         if "encoded_videos" in batch:
-            pixels, latents = None, batch["encoded_videos"].float()  # [B, C, T, h, w], scaled
-        elif "latent_mean" in batch:  # [B, C, T, h, w], not scaled
+            return None, batch["encoded_videos"].float()  # [B, C, T, h, w], scaled
+        if "latent_mean" in batch:  # [B, C, T, h, w], not scaled
             moments = Moments(batch["latent_mean"], batch.get("latent_logvar"))
-            pixels, latents = None, self._sample(moments, rng, "first_stage", self.scale_factor)
-        elif self.latent_input:
-            pixels, latents = None, batch["mp4"].transpose(1, 2).float() * self.scale_factor
-        else:
-            # [B, 3, F, H, W]: the only permute from file to network
-            pixels = batch["mp4"].transpose(1, 2)
-            latents = self.encode_clips(pixels, rng)
-        return pixels, latents
+            return None, self._sample(moments, rng, "first_stage", self.scale_factor)
+        # [B, 3, F, H, W]: the only permute from file to network
+        pixels = batch["mp4"].transpose(1, 2)
+        if self.latent_input:
+            return None, pixels.float() * self.scale_factor
+        return pixels, self.encode_clips(pixels, rng)
 
     def encode_image(self, frame: Tensor, rng: SlotRandom) -> Tensor:
         """Encode first frames [B, 3, 1, H, W] in [-1, 1] to image latents [B, C, 1, h, w]."""
@@ -278,9 +273,8 @@ class Encoder(FrozenEncoders):
         num_frames = self.num_frames(batch)
         places = self.given_frames.places(num_frames)
         drawn = self.given_frames.drawn(len(places), rng)
-        return self.encode_given(
-            add_first_frame_noise(frames, rng), places, num_frames, rng, is_given=drawn
-        )
+        noised = add_first_frame_noise(frames, rng)
+        return self.encode_given(noised, places, num_frames, rng, is_given=drawn)
 
     @torch.no_grad()
     def encode_given(
@@ -351,9 +345,7 @@ class Encoder(FrozenEncoders):
         """Extend image latents [B, C, 1, h, w] to `num_frames` latent frames [B, C, T, h, w]."""
         if self.image_on_all_frames:
             return image.expand(-1, -1, num_frames, -1, -1)
-        out = image.new_zeros(*image.shape[:2], num_frames, *image.shape[3:])
-        out[:, :, :1] = image
-        return out
+        return torch.nn.functional.pad(image, (0, 0, 0, 0, 0, num_frames - 1))
 
 
 def join_conditions(found: Sequence[Tensor]) -> Tensor | None:

@@ -43,14 +43,8 @@ class EncodeOverrides:
 
 
 NO_OVERRIDES = EncodeOverrides()
-
-
-def _unchanged(tensor: Tensor) -> Tensor:
-    return tensor
-
-
-def _no_choice(stage: FirstStage, clips: Tensor) -> None:
-    """Leave how the first stage encodes as it is."""
+_unchanged = lambda tensor: tensor
+_no_choice = lambda stage, clips: None  # how the first stage encodes stays as it is
 
 
 class FrozenEncoders:

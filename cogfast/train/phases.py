@@ -375,9 +375,8 @@ def assemble_watchers(
         scores,
         _SharedBadSamples(batches),
     ]
-    every, wait = args.replica_check_interval, engine.wait_for_weights
-    if groups.tensor is not None and every:
-        watchers.insert(4, ReplicaCheck(transformer, groups.tensor, every, wait))
+    if groups.tensor is not None and (every := args.replica_check_interval):
+        watchers.insert(4, ReplicaCheck(engine, groups.tensor, every))
     if args.sparse_warmup and transformer.sparse_share is not None:
         watchers.append(SparseWarmup(transformer, args.sparse_warmup))
     if args.profiling is not None and args.profiling >= 0:

@@ -195,7 +195,8 @@ def snapshot(engine: ZeroEngine) -> dict[str, Tensor]:
     out = {f"model {n}": p.detach().clone() for n, p in engine.transformer.named_parameters()}
     for kind in ("master", *engine.state_kinds()):
         for i, s in enumerate(engine.slices):
-            out[f"{kind} {i}"] = engine.view(s, kind).clone()
+            whole = {"master": engine.parts[s.part].detach(), **engine.state(s.part)}[kind]
+            out[f"{kind} {i}"] = whole[s.offset :][: s.numel].clone()
     for part in range(len(engine.parts)):
         out[f"updates {part}"] = engine.state(part)["step"].clone()
     return out

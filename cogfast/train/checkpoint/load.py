@@ -39,10 +39,7 @@ def load_checkpoint(path: Path, manifest: dict, engine: ZeroEngine, groups: Proc
     """Fill the engine's master weights, moments, EMA and counters from a checkpoint.
 
     Every rank reads only its own slices, from a checkpoint of any layout. A thread compares the
-    checksums of the files meanwhile.
-
-    Raises:
-        ValueError: the checkpoint has another model or is damaged; on all ranks.
+    checksums of the files meanwhile. All ranks raise ValueError for another model and for damage.
     """
     # Before anything is read, so that a refusal leaves the engine as it was.
     _check_same_model(path, manifest, engine)
@@ -128,28 +125,27 @@ def _check_has_state(path: Path, files: RunFiles, engine: ZeroEngine) -> None:
     engine.allocate_state([])
     missing = sorted({*engine.state_kinds()} - files.kinds)
     if isinstance(engine.optimizer, FusedEmaAdam) and missing:
+        name = mirror.name_of(path)
         raise ValueError(
-            f"args.resume={mirror.name_of(path)}: the checkpoint has no {', '.join(missing)} of "
-            f"{type(engine.optimizer).__name__}; resume from another one, or start a new run from its weights with args.load={mirror.name_of(path)}"
+            f"args.resume={name}: the checkpoint has no {', '.join(missing)} of {type(engine.optimizer).__name__}; "
+            f"resume from another one, or start a new run from its weights with args.load={name}"
         )
 
 
 def _check_same_model(path: Path, manifest: dict, engine: ZeroEngine) -> None:
-    optimizer = type(engine.optimizer).__name__
+    optimizer, name = type(engine.optimizer).__name__, mirror.name_of(path)
     if manifest.get("optimizer", optimizer) != optimizer:
         raise ValueError(
-            f"args.resume={mirror.name_of(path)}: its optimizer is {manifest['optimizer']}, whose state does not "
-            f"fit {optimizer}; resume with that deepspeed.optimizer.type, or start a new run with "
-            f"args.load={mirror.name_of(path)}"
+            f"args.resume={name}: its optimizer is {manifest['optimizer']}, whose state does not fit {optimizer}; "
+            f"resume with that deepspeed.optimizer.type, or start a new run with args.load={name}"
         )
     have = {n: whole_shape(p) for n, p in engine.transformer.named_parameters() if p.requires_grad}
     # Whole shapes on both sides, so that the layouts of both runs do not matter.
     saved = {n: p["shape"] for n, p in manifest["parameters"].items()}
-    if have == saved:
-        return
     differ = sorted(n for n in have.keys() | saved.keys() if have.get(n) != saved.get(n))
-    raise ValueError(
-        f"args.resume={mirror.name_of(path)}: the checkpoint is of another model: {len(differ)} trained parameters "
-        f"differ, first {differ[0]} (config {have.get(differ[0])}, checkpoint "
-        f"{saved.get(differ[0])}); resume with the config of that run"
-    )
+    if differ:
+        raise ValueError(
+            f"args.resume={name}: the checkpoint is of another model: {len(differ)} trained parameters differ, "
+            f"first {differ[0]} (config {have.get(differ[0])}, checkpoint {saved.get(differ[0])}); resume with "
+            "the config of that run"
+        )

@@ -154,8 +154,7 @@ class CheckpointWriter(AbstractContextManager):
         """Wait for the pending save. Raises the thread's error, if there was one."""
         if self._thread is not None:
             self._thread.join()
-            self._thread = None
-        error, self._error = self._error, None
+        self._thread, error, self._error = None, self._error, None
         if error is not None:
             raise error
 
@@ -342,11 +341,11 @@ class CheckpointWriter(AbstractContextManager):
         self._has_failed, draft = True, self._draft(step)
         if self.unsent != draft:
             self._discard(draft)
+            if self.groups.is_main:
+                shutil.rmtree(draft, ignore_errors=True)
         if self.groups.is_main:
             has_one = self.saved is not None or self.unsent is not None
             state = "the previous one is kept" if has_one else "there is no earlier one"
-            if self.unsent != draft:
-                shutil.rmtree(draft, ignore_errors=True)
             if self.unsent is not None:
                 state += f", and {self.unsent} stays until a later one is complete here"
             if isinstance(error, _LatestError):
@@ -374,31 +373,25 @@ class _Snapshot:
             "parameters": {n: _about(p) for n, p in named.items() if p.requires_grad},
             "frozen": {n: _about(p) for n, p in {**self.frozen, **kept}.items()},
         }
-        self.partitions = {key: host_buffer(x) for key, x in self._live_partitions().items()}
-        self.numbers = {key: host_buffer(x) for key, x in self._live_numbers().items()}
+        partitions, numbers = self._live_state()
+        self.partitions = {key: host_buffer(x) for key, x in partitions.items()}
+        self.numbers = {key: host_buffer(x) for key, x in numbers.items()}
         self.frozen_values: dict[str, Tensor] = {}
         self.copied: torch.cuda.Event | None = None
 
-    def _live_partitions(self) -> dict[tuple[str, int], Tensor]:
-        """Return {(kind, part): flat tensor}, the optimizer's live tensors, with what 8-bit moments
-        need to be decoded."""
-        engine, live = self.engine, {}
-        for part, whole in enumerate(engine.parts):
-            live["master", part] = whole.detach()
-            state = engine.state(part)
-            for kind in self.kinds[1:]:
-                keys = (kind, largest_key(kind))
-                live |= {(key, part): state[key] for key in keys if key in state}
-        return live
-
-    def _live_numbers(self) -> dict[tuple[int, str], Tensor]:
-        """Return {(part, key): scalar} of the optimizer's counters, such as its step count."""
-        return {
-            (part, key): torch.as_tensor(value)
-            for part in range(len(self.engine.parts))
-            for key, value in self.engine.state(part).items()
-            if not isinstance(value, Tensor) or value.ndim == 0
-        }
+    def _live_state(self) -> tuple[dict[tuple[str, int], Tensor], dict[tuple[int, str], Tensor]]:
+        """Return the optimizer's live tensors: {(kind, part): flat}, with what 8-bit moments need to be
+        decoded, and {(part, key): scalar} of counters, such as its step count."""
+        flat, numbers = {}, {}
+        kept = {key for kind in self.kinds for key in (kind, largest_key(kind))}
+        for part, whole in enumerate(self.engine.parts):
+            flat["master", part] = whole.detach()
+            for key, value in self.engine.state(part).items():
+                if key in kept:
+                    flat[key, part] = value
+                elif not isinstance(value, Tensor) or value.ndim == 0:
+                    numbers[part, key] = torch.as_tensor(value)
+        return flat, numbers
 
     def take(self) -> None:
         """Copy the current state. Under ZeRO-3 every rank must call it."""
@@ -409,8 +402,9 @@ class _Snapshot:
                     self.frozen_values[name] = values.flatten().cpu().clone()  # sync: once
         self.frozen = {}  # they never change, so one copy is enough
         self.engine.wait_for_ema()
-        live = {**self._live_partitions(), **self._live_numbers()}
-        live |= self.engine.transformer.kept_buffers()  # a module may have replaced them
+        flat, numbers = self._live_state()
+        # A module may have replaced its buffers.
+        live = {**flat, **numbers, **self.engine.transformer.kept_buffers()}
         for key, buffer in {**self.partitions, **self.numbers, **self.buffers}.items():
             buffer.copy_(live[key], non_blocking=True)
         if any(x.is_cuda for x in live.values()):
@@ -505,15 +499,13 @@ def _about(parameter: nn.Parameter) -> dict[str, object]:
 
 def _publish(draft: Path, final: Path) -> None:
     """Give a complete checkpoint its final name, on disk before `latest` has it."""
+    replaced = replaced_name(final)
     if final.exists():
         # A run that resumed from an earlier step saves this step again. Rename the old checkpoint
         # first, so that a complete one exists at every moment.
-        replaced = replaced_name(final)
         final.rename(replaced)
-        draft.rename(final)
-        shutil.rmtree(replaced, ignore_errors=True)
-    else:
-        draft.rename(final)
+    draft.rename(final)
+    shutil.rmtree(replaced, ignore_errors=True)
     sync(final.parent)
 
 

@@ -60,9 +60,8 @@ class BandLosses:
     def __init__(self, loss: object, device: torch.device) -> None:
         self.starts: Tensor | None = None  # of all bands but the first
         if isinstance(loss, VideoDiffusionLoss):
-            self.starts = torch.arange(1, NUM_BANDS, device=device) * (
-                loss.sigma_sampler.num_idx / NUM_BANDS
-            )
+            width = loss.sigma_sampler.num_idx / NUM_BANDS
+            self.starts = torch.arange(1, NUM_BANDS, device=device) * width
         # Sums of losses, and their number; the last column has the samples of column prior.
         self.sums = torch.zeros(2, NUM_BANDS + 1, device=device)
 
@@ -158,9 +157,8 @@ class Metrics(Watcher):
         is_finite = loss.isfinite()
         self.num_unlogged_losses += 1
         # There is no branch, which would need the loss on the host in every step.
-        self.loss_sum[int(self.size.is_picture)] += torch.stack(
-            [loss.where(is_finite, 0.0), is_finite.float()]
-        )
+        added = torch.stack([loss.where(is_finite, 0.0), is_finite.float()])
+        self.loss_sum[int(self.size.is_picture)] += added
 
     def after_step(self, step: int) -> dict | None:
         """Count the step, and log a line if one is due. All samples of a step have as many tokens."""

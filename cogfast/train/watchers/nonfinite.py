@@ -91,17 +91,13 @@ class NonfiniteCheck(Watcher):
         self._losses.zero_()
 
     def after_log(self, line: Mapping) -> None:
-        """React to bad steps that a line of metrics.jsonl, the same on all ranks, has counted.
-
-        Raises:
-            RuntimeError: args.nonfinite, MOST_IN_A_ROW or a spent loss scale ends the run.
-        """
-        is_quiet = line["skipped"] == self._num_skipped and not line["nonfinite_losses"]
-        self._num_skipped = line["skipped"]
-        if is_quiet:
+        """React to bad steps that a line of metrics.jsonl, the same on all ranks, has counted: args.nonfinite,
+        MOST_IN_A_ROW or a spent loss scale may end the run by a RuntimeError."""
+        before, self._num_skipped = self._num_skipped, line["skipped"]
+        if line["skipped"] == before and not line["nonfinite_losses"]:
             self._was_bad = False
-            return
-        self._react(line["step"], line["skipped_in_a_row"])
+        else:
+            self._react(line["step"], line["skipped_in_a_row"])
 
     def _react(self, step: int, num_skipped: int) -> None:
         first = min(self.groups.gather(self._first.item()))  # sync: after a bad step
@@ -130,11 +126,10 @@ class NonfiniteCheck(Watcher):
         self.engine.transformer.eval()
         try:
             texts = self._run_again(bad)
-        except UnsharedError:
-            raise
         # `on_all` raises on all ranks what one has met, and training continues on all.
         except Exception as error:
-            if is_of_another_rank(error) and not isinstance(error, OtherRankError):
+            is_shared = isinstance(error, OtherRankError) or not is_of_another_rank(error)
+            if isinstance(error, UnsharedError) or not is_shared:
                 raise
             texts = [f"step {bad}: it cannot be run again ({type(error).__name__}: {error})"]
         self.engine.transformer.train()
@@ -156,10 +151,8 @@ class NonfiniteCheck(Watcher):
                 ranks = [(*f, rank) for rank, f in enumerate(groups.gather(found)) if f is not None]
                 if ranks:
                     # Ranks that share a model have the cause, or numbers that follow: cause first.
-                    return [
-                        f"step {bad}, rank {rank}: {text}"
-                        for _, text, rank in sorted(ranks, key=lambda each: each[0])
-                    ]
+                    ranks.sort(key=lambda each: each[0])
+                    return [f"step {bad}, rank {rank}: {text}" for _, text, rank in ranks]
         return [f"step {bad}: a loss or gradient is not finite, but all outputs of modules are"]
 
     @torch.no_grad()
@@ -173,11 +166,10 @@ class NonfiniteCheck(Watcher):
             first.place = "the loss, with a finite output of the network"
         if not first.place:
             return None
-        timesteps = first.timesteps or [None] * len(names)
-        samples = ", ".join(
-            names[i] if timesteps[i] is None else f"{names[i]} at timestep {timesteps[i]}"
-            for i in first.rows or range(len(names))
-        )
+        if first.timesteps:
+            pairs = zip(names, first.timesteps, strict=False)
+            names = [f"{name} at timestep {timestep}" for name, timestep in pairs]
+        samples = ", ".join(names[i] for i in first.rows or range(len(names)))
         return first.order, f"samples: {samples}; not finite: {first.place}"
 
 
@@ -255,15 +247,13 @@ def sample_names(
     batch: Batch, step: int, slots: list[int], dataset: SizedDataset, order: GlobalOrder
 ) -> list[str]:
     """Return a name for each sample of a micro-batch: its file and its number in the data set."""
-    numbers: list[int | None] = [order.index(step, slot) for slot in slots]
-    if batch.get("bad"):  # another sample took the place of a bad one
-        numbers = [None] * len(slots)
-    paths = batch.get("paths")
-    names = []
-    for i, number in enumerate(numbers):
-        file = str(paths[i]) if paths else None
-        if file is None and number is not None and isinstance(dataset, CaptionedVideos):
-            file = dataset.name(number)
-        parts = ([file] if file else []) + ([f"sample {number}"] if number is not None else [])
-        names.append(printable(" = ".join(parts) or f"slot {slots[i]}"))
+    files, names = batch.get("paths") or [None] * len(slots), []
+    for slot, file in zip(slots, files, strict=True):
+        parts = [str(file)] if file else []
+        if not batch.get("bad"):  # else another sample took the place of a bad one
+            number = order.index(step, slot)
+            if file is None and isinstance(dataset, CaptionedVideos):
+                parts = [dataset.name(number)]
+            parts.append(f"sample {number}")
+        names.append(printable(" = ".join(parts) or f"slot {slot}"))
     return names

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import reduce
 from typing import Any
 
@@ -14,6 +13,7 @@ from cogfast.core.values import counted
 from cogfast.distributed.parallelize import find_shards
 from cogfast.distributed.process_groups import ProcessGroups
 from cogfast.distributed.tensor_parallel import ParallelGroup
+from cogfast.distributed.zero_engine import ZeroEngine
 from cogfast.extensions.memory.host_blocks import stored_base
 from cogfast.model.transformer import DiffusionTransformer
 from cogfast.train.watchers.watcher import Watcher
@@ -83,26 +83,17 @@ class ReplicaCheck(Watcher):
     Each check reads the replicated parameters once, sends 8 bytes per parameter to the other ranks of
     the group, and has one host-device sync.
 
-    every: optimizer steps between checks. await_weights: returns when the parameters may be read.
+    every: optimizer steps between checks.
     """
 
-    def __init__(
-        self,
-        transformer: nn.Module,
-        group: ParallelGroup,
-        every: int,
-        await_weights: Callable[[], None] = lambda: None,
-    ) -> None:
-        shards = find_shards(transformer)
-        self.replicated = {n: p for n, p in transformer.named_parameters() if n not in shards}
-        self.group, self.every, self.await_weights = group, every, await_weights
+    def __init__(self, engine: ZeroEngine, group: ParallelGroup, every: int) -> None:
+        shards = find_shards(engine.transformer)
+        named = engine.transformer.named_parameters()
+        self.replicated = {n: p for n, p in named if n not in shards}
+        self.group, self.every, self.await_weights = group, every, engine.wait_for_weights
 
     def after_step(self, step: int) -> None:
-        """Compare the copies if a check is due. Call it on all ranks after optimizer step `step`.
-
-        Raises:
-            RuntimeError: the copies differ; the same on every rank of the group.
-        """
+        """Raise RuntimeError on every rank of the group if a check is due and the copies differ."""
         if step % self.every:
             return
         self.await_weights()

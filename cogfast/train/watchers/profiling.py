@@ -157,10 +157,6 @@ def tables(averages: Sequence[FunctionEventAvg], num_steps: int) -> str:
     kernels = [e for e in ops if e.device_type != DeviceType.CPU]
     shown, order = (kernels, "self_device_time_total") if kernels else (ops, "self_cpu_time_total")
     form = {"max_name_column_width": _NAME_WIDTH, "time_unit": "ms"}
-    return "\n".join(
-        [
-            f"times are totals over {counted(num_steps, 'step')}",
-            ranges.table(row_limit=sum(e.is_user_annotation for e in averages), **form),
-            EventList(shown).table(sort_by=order, row_limit=_TOP, **form),
-        ]
-    )
+    of_ranges = ranges.table(row_limit=sum(e.is_user_annotation for e in averages), **form)
+    of_ops = EventList(shown).table(sort_by=order, row_limit=_TOP, **form)
+    return f"times are totals over {counted(num_steps, 'step')}\n{of_ranges}\n{of_ops}"

@@ -5,6 +5,7 @@ or "" where it passes}, and what a check sent."""
 import json
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import deepspeed
 import torch
@@ -34,6 +35,11 @@ def build(name: str, group: ParallelGroup) -> DiffusionTransformer:
     return transformer.to(CASES[name].dtype)
 
 
+def check_of(transformer: nn.Module, group: ParallelGroup, wait=lambda: None) -> ReplicaCheck:
+    engine = SimpleNamespace(transformer=transformer, wait_for_weights=wait)
+    return ReplicaCheck(engine, group, EVERY)
+
+
 def outcome(check: ReplicaCheck, step: int = EVERY) -> str:
     try:
         check.after_step(step)
@@ -57,7 +63,7 @@ def whole_parameters(name: str, group: ParallelGroup, rank: int) -> dict[str, ob
     """Check parameters that every rank holds whole, of which rank 1's change."""
     found: dict[str, object] = {}
     transformer = build(name, group)
-    check = ReplicaCheck(transformer, group, EVERY)
+    check = check_of(transformer, group)
     parameter = transformer.get_parameter
     with CountedCollectives() as counted:
         found["equal"] = outcome(check)
@@ -76,7 +82,7 @@ def whole_parameters(name: str, group: ParallelGroup, rank: int) -> dict[str, ob
     if rank == 1:
         flip(parameter(LARGE), -1, 0)
     arrive = lambda: flip(parameter(LARGE), -1, 0) if rank == 1 else None
-    found["awaited"] = outcome(ReplicaCheck(transformer, group, EVERY, await_weights=arrive))
+    found["awaited"] = outcome(check_of(transformer, group, arrive))
     for other in (1, parameter(LARGE).numel() - 1):  # of the same chunk, and of another
         if rank == 1:
             swap(parameter(LARGE), 0, other)
@@ -99,7 +105,7 @@ def parts_of_parameters(name: str, group: ParallelGroup, rank: int, data: object
     assert transformer.odd.numel() == 0
     if rank >= 2:
         transformer.odd.ds_tensor[-1] = rank  # padding
-    check = ReplicaCheck(transformer, group, EVERY)
+    check = check_of(transformer, group)
     found["zero-3, equal"] = outcome(check)
     if rank == 3:
         flip(transformer.odd.ds_tensor, 2, 0)  # the last element

@@ -9,7 +9,7 @@ import pytest
 CHILD = """
 import resource, sys
 import torch
-from cogfast.kernels.cpu.memory import keep_freed_memory
+from cogfast.distributed.process_groups import keep_freed_memory
 
 if sys.argv[1] != "default":
     keep_freed_memory()
