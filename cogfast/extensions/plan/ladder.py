@@ -23,9 +23,7 @@ from cogfast.extensions.plan.memory import (
     MARGIN,
     MemoryPlan,
     Setup,
-    base_parts,
     choose_policies,
-    gap_bytes,
     plan_memory,
     setup_of,
     usable,
@@ -90,22 +88,20 @@ def _with(start: Fitted, changes: Sequence[str], before: Fitted) -> Fitted:
     changes = tuple({change.partition("=")[0]: change for change in changes}.values())
     words = [word for change in changes if "GPUs" not in change for word in change.split()]
     run = Run(with_words(start.run.config, words, FIT))
-    args, setup = run.args, start.plan.setup
     gpus = [int(change.split()[0]) for change in changes if "GPUs" in change]
-    number = gpus[-1] if gpus else setup.world_size
+    number = gpus[-1] if gpus else start.plan.setup.world_size
     traced = lambda changes: [w for c in changes for w in c.split() if w.startswith(_TRACED)]
     alike = [each for each in (before, start) if traced(each.changes) == traced(changes)]
-    changed = setup_of(run, args, number, alike[0].plan.setup.traces if alike else None)
-    return Fitted(changes, run, args, plan_memory(changed, start.plan.card))
+    changed = setup_of(run, run.args, number, alike[0].plan.setup.traces if alike else None)
+    return Fitted(changes, run, run.args, plan_memory(changed, start.plan.card))
 
 
 def _rungs(args: TrainKeys, setup: Setup, has_gpus: bool) -> Iterator[str]:
     """Yield the changes that apply to a run, in their order."""
-    rules, encoders, layers = setup.rules, setup.encoders, setup.num_layers
+    rules, encoders = setup.rules, setup.encoders
+    layers = len(setup.transformer.blocks)
     # Whether only adapters are trained in the blocks' linears
-    is_frozen = not any(
-        linear.weight.requires_grad for _, linear in base_linears(setup.transformer)
-    )
+    is_frozen = not any(x.weight.requires_grad for _, x in base_linears(setup.transformer))
     if setup.choice != "auto":
         yield "args.activation_checkpointing=auto"
     if (encoders.in_evaluation or any(encoders.in_step)) and not encoders.are_offloaded:
@@ -149,11 +145,9 @@ def fit_to_device(run: Run, groups: ProcessGroups) -> Run:
     plan = plan_memory(setup_of(run, run.args, groups.world_size), card)
     found = climb(run, run.args, plan)
     if not found.plan.fits:
-        raise ValueError(
-            f"{FIT}: the run takes {plan.peak / GIB:.1f} GiB of {card / GIB:.1f}, and still "
-            f"{found.describe()}; use more GPUs, fewer frames (data.params.max_num_frames) or "
-            "smaller ones (data.params.video_size)"
-        )
+        text = f"{FIT}: the run takes {plan.peak / GIB:.1f} GiB of {card / GIB:.1f}, and still {found.describe()}; "
+        text += "use more GPUs, fewer frames (data.params.max_num_frames) or smaller ones (data.params.video_size)"
+        raise ValueError(text)
     if groups.is_main:
         for line in fit_lines(found):
             logger.info("%s: %s", FIT, line)
@@ -161,10 +155,7 @@ def fit_to_device(run: Run, groups: ProcessGroups) -> Run:
 
 
 def apply_checkpointing(
-    transformer: DiffusionTransformer,
-    args: TrainKeys,
-    groups: ProcessGroups,
-    setup: Setup | None,
+    transformer: DiffusionTransformer, args: TrainKeys, groups: ProcessGroups, setup: Setup | None
 ) -> tuple[Policy, ...]:
     """Run each block under the policy of args.activation_checkpointing; return the policies.
 
@@ -179,18 +170,16 @@ def apply_checkpointing(
         free, total = free_memory(device)
         # The plan counts what lasts, which is in memory already. No allocator counts on a CPU.
         is_gpu = device.type == "cuda"
-        held = torch.cuda.memory_allocated(device) if is_gpu else sum(base_parts(setup).values())
-        budget = free - total + usable(total) + held - gap_bytes(setup)
+        held = torch.cuda.memory_allocated(device) if is_gpu else sum(setup.base_parts().values())
+        budget = free - total + usable(total) + held - setup.gap_bytes
         chosen = choose_policies(setup, budget)
         # The rank with the least memory decides: its blocks have climbed LADDER least.
         policies = min(groups.gather(chosen), key=lambda each: sum(map(LADDER.index, each)))
         logger.info("activation checkpointing: %s", describe(policies))
     elif choice == "auto":
-        logger.warning(
-            "activation checkpointing: %s, because the memory of the run cannot be predicted; "
-            "args.activation_checkpointing=attention_kept, pointwise or none keeps more",
-            describe(policies),
-        )
+        text = "activation checkpointing: %s, because the memory of the run cannot be predicted; "
+        more = "args.activation_checkpointing=attention_kept, pointwise or none keeps more"
+        logger.warning(text + more, describe(policies))
     offload = OffloadedActivations(number, groups.device) if args.offload_activations else None
     apply_policies(transformer, policies, args.compile, offload)
     return policies
@@ -198,9 +187,7 @@ def apply_checkpointing(
 
 def fit_lines(found: Fitted) -> list[str]:
     """Return one line for each change, and one for the result."""
-    lines = [
-        f"{change} (results are rounded)" if change.startswith(_ROUNDING) else change
-        for change in found.changes
-    ]
+    note = lambda change: " (results are rounded)" if change.startswith(_ROUNDING) else ""
+    lines = [change + note(change) for change in found.changes]
     result = f"{found.plan.summary()}, activation checkpointing {describe(found.plan.policies)}"
     return [*lines, f"{'fits' if lines else 'fits without changes'}: {result}"]

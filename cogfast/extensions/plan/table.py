@@ -40,7 +40,8 @@ class Layout:
     def parts(self) -> tuple[float, ...]:
         """Return the seconds of a step: matmul, attention, memory-bound, and waits for links, to the host, too."""
         step = self.step
-        return step.matmul, step.attention, step.memory_bound, step.communication + step.transfers
+        waits = step.links.exposed + step.transfers
+        return step.matmul, step.attention, step.memory_bound, waits
 
 
 def find_layouts(
@@ -70,11 +71,9 @@ def find_layouts(
             if tensor > 1 and len(layouts) >= _SHOWN:
                 break
             at_once = args.batch_size * max(1, world // (tensor * context))
-            words = (
-                f"args.model_parallel_size={tensor}",
-                f"args.context_parallel_size={context}",
-                f"args.gradient_accumulation_steps={max(1, samples // at_once)}",
-            )
+            layout = {"model_parallel_size": tensor, "context_parallel_size": context}
+            layout["gradient_accumulation_steps"] = max(1, samples // at_once)
+            words = tuple(f"args.{key}={number}" for key, number in layout.items())
             changed = Run(with_words(run.config, words, "--table"))
             try:
                 with with_origins(changed.origins):
@@ -144,8 +143,8 @@ def describe_table(config: Config, gpu: str | None, worlds: Iterable[int] = WORL
     for title, table in _TABLES.items():
         cells = [["GPUs", *table]]
         for layout in (layout for each in fitting for layout in each[:number]):
-            number_of_gpus = f"{layout.plan.setup.world_size}"
-            cells.append([number_of_gpus, *(of(layout) for of in table.values())])
+            gpus = f"{layout.plan.setup.world_size}"
+            cells.append([gpus, *(of(layout) for of in table.values())])
         widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
         lines += ["", title, *("  ".join(map(str.rjust, row, widths)) for row in cells), *reasons]
         number, reasons = 1, []
