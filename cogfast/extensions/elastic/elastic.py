@@ -14,7 +14,7 @@ from cogfast.config import Config
 from cogfast.config.arguments import TrainArguments
 from cogfast.config.load import with_words
 from cogfast.core.files import write_text
-from cogfast.core.keys import names_origins, with_origins
+from cogfast.core.keys import names_origins
 from cogfast.core.values import KeyProblem, counted, select
 from cogfast.distributed.lost_ranks import Launch
 from cogfast.distributed.process_groups import OtherRankError
@@ -96,8 +96,7 @@ def _agree(config: Config, launch: Launch) -> Plan:
     """Return rank 0's plan, which it makes of what it finds on its disk."""
     if launch.rank == 0:
         try:
-            with with_origins(config.origins):
-                plan = plan_world(config, launch.num_ranks)
+            plan = plan_world(config, launch.num_ranks)
         except Exception as error:
             launch.store.set("plan", json.dumps({"error": str(error)}))
             raise
@@ -109,11 +108,11 @@ def _agree(config: Config, launch: Launch) -> Plan:
     return Plan(**answer)
 
 
+@names_origins
 def plan_world(config: Config, num_ranks: int) -> Plan:
     """Plan a run on `num_ranks` ranks, from the checkpoint that it resumes from."""
     args = TrainArguments.from_config(config)
-    resume = _resume(args)
-    manifest: dict[str, Any] = {}
+    resume, manifest = _resume(args), dict[str, Any]()
     try:
         checkpoint = checkpoint_to_resume(args.changed(resume=resume))
         if checkpoint is not None and adapters_to_resume(checkpoint) is None:
