@@ -112,8 +112,7 @@ def _agree(plan_for: Callable[[int], Plan], origins: Mapping[str, str], launch: 
 
 def plan_world(args: TrainKeys, deepspeed: Mapping[str, Any], num_ranks: int) -> Plan:
     """Plan a run on `num_ranks` ranks, from the checkpoint that it resumes from."""
-    resume = _resume(args)
-    manifest: dict[str, Any] = {}
+    resume, manifest = _resume(args), dict[str, Any]()
     try:
         checkpoint = checkpoint_to_resume(args.changed(resume=resume))
         if checkpoint is not None and adapters_to_resume(checkpoint) is None:

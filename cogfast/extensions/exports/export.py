@@ -19,7 +19,7 @@ from typing import Literal
 import torch
 
 from cogfast.core.files import sync
-from cogfast.core.values import counted
+from cogfast.core.values import counted, select
 from cogfast.extensions.formats.adapters import only_adapters
 from cogfast.extensions.formats.peft import FILE_NAME, peft_tensors
 from cogfast.model.lora import is_lora_parameter
@@ -48,8 +48,8 @@ class Exporter:
         dtype: torch.dtype,
         interval: int | None = None,
     ) -> None:
-        self.choice, self.last_step, self.dtype = choice, last_step, dtype
-        self.interval = interval
+        self.choice, self.last_step = choice, last_step
+        self.dtype, self.interval = dtype, interval
         self.is_lora = choice != "none" and _trains_adapters(transformer, choice)
 
     def is_due(self, step: int, is_stopping: bool = False) -> bool:
@@ -80,13 +80,9 @@ class Exporter:
             for name in names:
                 shutil.rmtree(draft / name, ignore_errors=True)
             (draft / FILE_NAME).unlink(missing_ok=True)
-            logger.warning(
-                "args.export=%s: checkpoint %s is saved without files for diffusers (%s); write them "
-                "with cogfast convert",
-                self.choice,
-                checkpoint,
-                str(error).partition("\n")[0] or type(error).__name__,
-            )
+            text = "args.export=%s: checkpoint %s is saved without files for diffusers (%s); write them with "
+            why = str(error).partition("\n")[0] or type(error).__name__
+            logger.warning(text + "cogfast convert", self.choice, checkpoint, why)
         else:
             seconds = time.monotonic() - start
             logger.info("%s: wrote %s, %.1f s", checkpoint, ", ".join(names), seconds)
@@ -95,8 +91,8 @@ class Exporter:
         source, folder = open_run(draft, ema=name == _EMA, manifest=manifest), draft / name
         config = identify(source)
         check_complete(source, config)
-        model = (manifest.get("config") or {}).get("model") or {}
-        write_diffusers(source, config, folder, self.dtype, bool(model.get("masked_video_noise")))
+        has_noise = bool(select(manifest, "config.model.masked_video_noise"))
+        write_diffusers(source, config, folder, self.dtype, has_noise)
         # On disk before the checkpoint gets its name, as its other files are.
         for path in (*folder.iterdir(), folder):
             sync(path)
@@ -119,6 +115,5 @@ def _trains_adapters(transformer: DiffusionTransformer, choice: str) -> bool:
     else:
         return False
     more = " BASE DIR --to diffusers --merge-lora RUN" * bool(adapters)
-    raise ValueError(
-        f"args.export={choice}: {reason}; set it to none, and use cogfast convert{more} afterwards"
-    )
+    fix = f"set it to none, and use cogfast convert{more} afterwards"
+    raise ValueError(f"args.export={choice}: {reason}; {fix}")

@@ -15,7 +15,6 @@ slot. On a CPU the same copies are made without streams.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
@@ -24,13 +23,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from cogfast.distributed.tensor_parallel import ParallelLinear
 from cogfast.extensions.memory.host_memory import SideStream, host_buffer
-from cogfast.extensions.memory.quantized_base import (
-    QuantizedWeight,
-    base_linears,
-    quantize_base,
-    row_group,
-)
+from cogfast.extensions.memory.quantized_base import QuantizedWeight, base_linears, quantize_base
 from cogfast.model.transformer import BlockCall, DiffusionTransformer
 from cogfast.model.weights.source import Target
 
@@ -40,18 +35,17 @@ _ALIGNMENT = 512  # bytes, as PyTorch's allocator aligns
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """Place of a tensor of a block, `name` of `module`, in the bytes of its slot."""
+    """Place of a tensor of a block, `name` of `module`, in the bytes of its slot. like: on the meta device."""
 
     module: nn.Module
     name: str
-    shape: torch.Size
-    dtype: torch.dtype
+    like: Tensor
     start: int
 
     def view(self, memory: Tensor) -> Tensor:
         """Return the tensor as a view of the slot's bytes [N]."""
-        num_bytes = math.prod(self.shape) * self.dtype.itemsize
-        return memory[self.start : self.start + num_bytes].view(self.dtype).view(self.shape)
+        numbers = memory[self.start : self.start + self.like.nbytes]
+        return numbers.view(self.like.dtype).view(self.like.shape)
 
 
 @dataclass(slots=True)
@@ -82,12 +76,12 @@ class HostBlocks:
             buffers = dict(linear.named_buffers(recurse=False))
             for name, tensor in {"weight": linear.weight, **buffers}.items():
                 assert not tensor.requires_grad, f"{path} is trained"
-                place = _Place(linear, name, tensor.shape, tensor.dtype, ends[number])
-                self._places[number].append(place)
+                tensor = tensor.detach()
+                self._places[number].append(_Place(linear, name, tensor, ends[number]))
                 ends[number] += -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT
                 # From now on plain attributes: neither parameters, which ZeRO would take, nor buffers.
                 delattr(linear, name)
-                setattr(linear, name, tensor.detach())
+                setattr(linear, name, tensor)
         self._num_bytes, self._num_slots = max(ends.values()), min(NUM_SLOTS, num_offloaded)
         self._stored: dict[nn.Module, dict[str, Tensor]] = {}
         self._host: dict[int, Tensor] = {}
@@ -181,12 +175,14 @@ def allocate_base(transformer: DiffusionTransformer, device: torch.device) -> di
     """
     if isinstance(transformer.block_source, HostBlocks):
         transformer.block_source.allocate(device)
-    held: dict[str, Target] = {}
-    linears = dict(base_linears(transformer))
+    held, linears = dict[str, Target](), dict(base_linears(transformer))
     for path, stored in stored_base(transformer).items():
         target = stored["weight"]
         if "scale" in stored:
-            target = QuantizedWeight(target, stored["scale"], device, row_group(linears[path]))
+            linear, group = linears[path], None
+            if isinstance(linear, ParallelLinear) and linear.shards["weight"].dim == 1:
+                group = linear.group
+            target = QuantizedWeight(target, stored["scale"], device, group)
         held[f"{path}.weight"] = target
     return held
 

@@ -6,9 +6,6 @@ from typing import Annotated, Literal
 
 from cogfast.core.keys import After, Keys, Range
 
-Moments = Literal["fp32", "8bit"]
-EmaDevice = Literal["device", "cpu"]
-
 
 class MemoryKeys(Keys):
     """Memory of activations, encoders, the frozen base and the optimizer's state."""
@@ -29,10 +26,10 @@ class MemoryKeys(Keys):
     offload_blocks: Annotated[int, Range(0, 10**4)] = 0
     """LoRA: number of last blocks whose frozen linears wait in pinned host memory, a copy for each
     rank, from where the GPU fetches them one block ahead"""
-    optimizer_moments: Annotated[Moments, After("zero_stage")] = "fp32"
+    optimizer_moments: Annotated[Literal["fp32", "8bit"], After("zero_stage")] = "fp32"
     """the moments of FusedEmaAdam. 8bit: blockwise, 2 bytes per trained parameter in place of 8,
     divided by the data-parallel ranks. A run may resume with the other value"""
-    ema_device: EmaDevice = "device"
+    ema_device: Literal["device", "cpu"] = "device"
     """memory of the averaged (EMA) weights of FusedEmaAdam, 4 bytes per trained parameter, divided
     by the data-parallel ranks. cpu: in host memory, updated over PCIe while the next step computes,
     with the same numbers"""

@@ -78,7 +78,6 @@ class BlockTensors:
         self.copies: list[weakref.ref[HostCopy]] = []
         self.sources: list[Tensor] = []
         self.event: torch.Event | None = None  # after the last copy to the host
-        self.is_fetched = False
 
     def hooks(self) -> saved_tensors_hooks:
         """Return a context in which autograd saves tensors by `pack`."""
@@ -106,10 +105,8 @@ class BlockTensors:
 
     def fetch(self) -> None:
         """Start to copy all tensors back to the device, once."""
-        if self.is_fetched:
-            return
-        self.is_fetched = True
-        for reference in self.copies:
+        copies, self.copies = self.copies, []
+        for reference in copies:
             if (copy := reference()) is not None:
                 copy.fetch()
 
@@ -126,18 +123,16 @@ class HostCopy:
         self.block, self.position = block, position
         self.buffer = block.owner.take(position, x)
         # Strides stay: what a kernel computes may depend on them.
-        self.strides = torch.empty_like(x, device="meta").stride()
+        strides = torch.empty_like(x, device="meta").stride()
         numbers = self.buffer.view(-1).view(torch.uint8)[: x.nbytes].view(x.dtype)
-        self.host = numbers.as_strided(x.shape, self.strides)
+        self.host = numbers.as_strided(x.shape, strides)
         self.tensor: Tensor | None = None
         self.event: torch.Event | None = None  # after the copy to the device
 
     def fetch(self) -> None:
-        owner, host = self.block.owner, self.host
-        self.tensor = torch.empty_strided(
-            host.shape, self.strides, dtype=host.dtype, device=owner.device
-        )
-        self.event = owner.copy(self.tensor, host)
+        owner = self.block.owner
+        self.tensor = torch.empty_like(self.host, device=owner.device)
+        self.event = owner.copy(self.tensor, self.host)
 
     def on_device(self) -> Tensor:
         if self.tensor is None:

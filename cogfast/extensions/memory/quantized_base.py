@@ -87,18 +87,12 @@ def _quantize(module: nn.Module, weight: Tensor, dtype: torch.dtype) -> None:
     module.register_buffer("scale", make(len(weight), dtype=torch.float32), persistent=False)
 
 
-def row_group(linear: Linear) -> ParallelGroup | None:
-    """Return the ranks that have the other columns of a linear's weight; None if it has whole rows."""
-    if isinstance(linear, ParallelLinear) and linear.shards["weight"].dim == 1:
-        return linear.group
-    return None
-
-
 @dataclass(frozen=True, slots=True)
 class QuantizedWeight:
     """Takes the values of a weight and stores them in 8 bits. device: of the computation.
 
-    row_group: the ranks that have the other columns of the weight. `copy_` is collective for them.
+    row_group: the ranks that have the other columns of the weight, for which `copy_` is collective; None:
+    it has whole rows.
     """
 
     q: Tensor

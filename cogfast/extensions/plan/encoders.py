@@ -11,7 +11,7 @@ from cogfast.extensions.conditions.given_frames import GivenFrames
 from cogfast.model.autoencoder import VideoAutoencoder, tiled, video_autoencoder_from_sat
 from cogfast.model.keys import ModelKeys
 from cogfast.model.text_encoder import T5TextEncoder
-from cogfast.train.assembly import video_data
+from cogfast.train.assembly import DTYPES, video_data
 from cogfast.train.frozen_encoders import FrozenParts
 from cogfast.train.keys import TrainKeys
 
@@ -68,27 +68,24 @@ class Encoders:
         """Return the part of a phase for num_bytes of weights that are on the device in it alone."""
         return {"encoders": num_bytes} if self.are_offloaded else {}
 
-    def encode_ways(self) -> list[tuple[str, int]]:
-        """Return (mode, peak bytes) of encoding a micro-batch, the preferred mode first."""
+    def encode_peak(self, budget: int) -> tuple[str, int]:
+        """Return the mode that encoding a micro-batch takes with `budget` bytes, and its peak; ("", 0) for none."""
         batch, frames, rows, columns = self.shape
-        if not self.is_known or not self.in_step[1]:
-            return []
         scale, area = self.number_bytes / 2, rows * columns
+        if not self.is_known or not self.in_step[1]:
+            return "", 0
         if not self.encodes_clips or frames == 1:
-            return [("whole", int(batch * area * _FIRST_FRAME * scale))]
+            return "whole", int(batch * area * _FIRST_FRAME * scale)
         pixels = batch * frames * area * _PIXELS
         tile = min(_TILE[0], rows) * min(_TILE[1], columns)
         one = int(frames * area * _WHOLE * scale)
         few = int(area * _IN_FRAMES * scale) + pixels
         of_tiles = int(tile * _IN_TILES * scale) + pixels
+        # The preferred one first
         ways = [("whole", batch * one)]
         ways += [("whole, one by one", one + pixels)] * (batch > 1)
         ways += [("frames", min(few, one)), ("tiles", min(of_tiles, one))]
-        return [way for way in ways if self.mode in ("auto", way[0].split(",")[0])]
-
-    def encode_peak(self, budget: int) -> tuple[str, int]:
-        """Return the mode that encoding takes with `budget` bytes, and its peak; ("", 0) for none."""
-        ways = self.encode_ways()
+        ways = [way for way in ways if self.mode in ("auto", way[0].split(",")[0])]
         least = min(ways, key=lambda way: way[1], default=("", 0))
         return next((way for way in ways if way[1] <= budget), least)
 
@@ -113,21 +110,19 @@ def find_encoders(
     frozen: FrozenParts,
     shape: tuple[int, int, int, int],
     text_length: int,
-    number_bytes: int,
     num_captions: int,
 ) -> Encoders:
     """Return what the encoders of a configuration take; files that are missing need not exist.
     num_captions: the most of a micro-batch."""
-    text_encoder = frozen.text_encoder
+    text_encoder, number_bytes = frozen.text_encoder, DTYPES[args.precision].itemsize
     # A data section that is still to come counts as one of clips.
     is_of_clips = data is None or video_data(data) is not None
     reads_clips = is_of_clips and not model.latent_input
     is_cached = args.latent_cache is not None
     frames = GivenFrames.parse(model.given_frames)
     encodes_clips = reads_clips and (not is_cached or (frames is not None and frames.is_clip))
-    encodes_images = frames is not None or (
-        "image" in model.inputs and not (is_cached and args.cached_noised_images)
-    )
+    is_noised = "image" in model.inputs and not (is_cached and args.cached_noised_images)
+    encodes_images = frames is not None or is_noised
     in_step = (reads_clips and not is_cached, encodes_clips or encodes_images)
     given = bool(args.eval_prompts or args.eval_prompt_file)
     in_evaluation = args.has_evaluation and (given or bool(args.valid_data) or "," in args.split)

@@ -126,22 +126,20 @@ def cost_without_flash_attention(gpu: Gpu | None) -> str | None:
 
 def parse_gpu(text: str) -> tuple[str, int, Gpu | None]:
     """Return name, bytes of memory and entry of a card: one of GPUS, or a number of GiB."""
-    name = text.strip().lower()
-    for gpu in GPUS:
-        if gpu.name == name:
-            return name, int(gpu.memory_gib * 2**30), gpu
+    name, named = text.strip().lower(), {gpu.name: gpu for gpu in GPUS}
+    if name in named:
+        return name, int(named[name].memory_gib * 2**30), named[name]
     try:
         gib = float(name.removesuffix("gib").removesuffix("gb"))
     except ValueError:
         gib = math.nan
     # The bound is below the names of cards such as 3090. The condition is true for nan.
     if not 1 <= gib <= 1000:
-        names = [gpu.name for gpu in GPUS]
-        like = [each for each in names if name and each.startswith(name)]
-        near = nearest(name, names) if math.isnan(gib) else ""  # 3090 is no misspelling of 4090
+        like = [each for each in named if name and each.startswith(name)]
+        near = nearest(name, named) if math.isnan(gib) else ""  # 3090 is no misspelling of 4090
         hint = f"; did you mean {' or '.join(like)}?" if like else near
         if not hint:
-            hint = f"; use {', '.join(names)}, or its memory in GiB, such as 80"
+            hint = f"; use {', '.join(named)}, or its memory in GiB, such as 80"
         raise ValueError(f"--gpu {text[:80]!r} is not known{hint}")
     return f"{gib:g} GiB", int(gib * 2**30), None
 

@@ -25,9 +25,7 @@ from cogfast.extensions.plan.memory import (
     MARGIN,
     MemoryPlan,
     Setup,
-    base_parts,
     choose_policies,
-    gap_bytes,
     plan_memory,
     setup_of,
     usable,
@@ -134,11 +132,10 @@ def _with(
 
 def _rungs(args: TrainKeys, setup: Setup, has_gpus: bool) -> Iterator[dict[str, Any]]:
     """Yield the changes that apply to a run, in their order."""
-    rules, encoders, layers = setup.rules, setup.encoders, setup.num_layers
+    rules, encoders = setup.rules, setup.encoders
+    layers = len(setup.transformer.blocks)
     # Whether only adapters are trained in the blocks' linears
-    is_frozen = not any(
-        linear.weight.requires_grad for _, linear in base_linears(setup.transformer)
-    )
+    is_frozen = not any(x.weight.requires_grad for _, x in base_linears(setup.transformer))
     key = args.key
     if setup.choice != "auto":
         yield {key("activation_checkpointing"): "auto"}
@@ -184,11 +181,9 @@ def fit_to_device(args: TrainKeys, change: Change, groups: ProcessGroups) -> dic
     plan = plan_memory(change({}, groups.world_size, None)[1], card)
     found = climb(args, plan, change)
     if not found.plan.fits:
-        raise ValueError(
-            f"{FIT}: the run takes {plan.peak / GIB:.1f} GiB of {card / GIB:.1f}, and still "
-            f"{found.describe()}; use more GPUs, fewer frames (data.params.max_num_frames) or "
-            "smaller ones (data.params.video_size)"
-        )
+        text = f"{FIT}: the run takes {plan.peak / GIB:.1f} GiB of {card / GIB:.1f}, and still {found.describe()}; "
+        text += "use more GPUs, fewer frames (data.params.max_num_frames) or smaller ones (data.params.video_size)"
+        raise ValueError(text)
     if groups.is_main:
         for line in fit_lines(found):
             logger.info("%s: %s", FIT, line)
@@ -196,10 +191,7 @@ def fit_to_device(args: TrainKeys, change: Change, groups: ProcessGroups) -> dic
 
 
 def apply_checkpointing(
-    transformer: DiffusionTransformer,
-    args: TrainKeys,
-    groups: ProcessGroups,
-    setup: Setup | None,
+    transformer: DiffusionTransformer, args: TrainKeys, groups: ProcessGroups, setup: Setup | None
 ) -> tuple[Policy, ...]:
     """Run each block under the policy of args.activation_checkpointing; return the policies.
 
@@ -214,18 +206,16 @@ def apply_checkpointing(
         free, total = free_memory(device)
         # The plan counts what lasts, which is in memory already. No allocator counts on a CPU.
         is_gpu = device.type == "cuda"
-        held = torch.cuda.memory_allocated(device) if is_gpu else sum(base_parts(setup).values())
-        budget = free - total + usable(total) + held - gap_bytes(setup)
+        held = torch.cuda.memory_allocated(device) if is_gpu else sum(setup.base_parts().values())
+        budget = free - total + usable(total) + held - setup.gap_bytes
         chosen = choose_policies(setup, budget)
         # The rank with the least memory decides: its blocks have climbed LADDER least.
         policies = min(groups.gather(chosen), key=lambda each: sum(map(LADDER.index, each)))
         logger.info("activation checkpointing: %s", describe(policies))
     elif choice == "auto":
-        logger.warning(
-            "activation checkpointing: %s, because the memory of the run cannot be predicted; "
-            "args.activation_checkpointing=attention_kept, pointwise or none keeps more",
-            describe(policies),
-        )
+        text = "activation checkpointing: %s, because the memory of the run cannot be predicted; "
+        more = "args.activation_checkpointing=attention_kept, pointwise or none keeps more"
+        logger.warning(text + more, describe(policies))
     offload = OffloadedActivations(number, groups.device) if args.offload_activations else None
     apply_policies(transformer, policies, args.compile, offload)
     return policies
@@ -233,9 +223,7 @@ def apply_checkpointing(
 
 def fit_lines(found: Fitted) -> list[str]:
     """Return one line for each change, and one for the result."""
-    lines = [
-        f"{change} (results are rounded)" if change.startswith(_ROUNDING) else change
-        for change in found.changes
-    ]
+    note = lambda change: " (results are rounded)" if change.startswith(_ROUNDING) else ""
+    lines = [change + note(change) for change in found.changes]
     result = f"{found.plan.summary()}, activation checkpointing {describe(found.plan.policies)}"
     return [*lines, f"{'fits' if lines else 'fits without changes'}: {result}"]

@@ -13,6 +13,7 @@ from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
 
@@ -23,8 +24,9 @@ from cogfast.distributed.tensor_parallel import ParallelGroup
 from cogfast.distributed.zero_engine import stage_and_sums
 from cogfast.extensions.memory.offloaded_activations import NUM_RESIDENT
 from cogfast.extensions.plan.encoders import Encoders, find_encoders
-from cogfast.extensions.plan.trace import Edges, Trace, Traces
+from cogfast.extensions.plan.trace import Trace, Traces
 from cogfast.extensions.plan.zero import (
+    DEFAULT_BUCKET,
     Gradients,
     State,
     ZeroRules,
@@ -46,7 +48,6 @@ from cogfast.train.video_size import LatentSize, batch_sizes, largest_size
 GIB = 2**30
 MARGIN = 0.04  # fraction of the device's memory left free for the allocator's fragmentation
 _WORKSPACE = 2**26  # of cuBLAS and cuDNN, and small tensors that last
-_STEP = ("training", "optimizer step")
 _UNKNOWN = 2**62  # free bytes of a card that is not known
 
 
@@ -77,10 +78,6 @@ class Setup:
         return self.traces.transformer
 
     @property
-    def num_layers(self) -> int:
-        return len(self.transformer.blocks)
-
-    @property
     def world_size(self) -> int:
         return self.model_size * self.rules.data_size
 
@@ -88,10 +85,6 @@ class Setup:
     def shape(self) -> tuple[int, int]:
         """Return (B, S) of the blocks' input on this rank."""
         return self.batch_size, _rows(self.size, self.transformer.config, self.context_size)
-
-    @property
-    def edges(self) -> Edges:
-        return self.traces.edges(self.size, self.batch_size)
 
     @cached_property
     def num_trained(self) -> int:
@@ -106,6 +99,40 @@ class Setup:
 
     def block(self, number: int, policy: Policy) -> Trace:
         return self.traces.block(number, self.shape, policy)
+
+    @property
+    def gap_bytes(self) -> int:
+        """Return up to how much more than the plan the allocator reserves in a step, since gradients come to
+        lie between activations.
+
+        On a CUDA runtime that computes nothing it was 3.4 GiB for 2B (this says 3.2) and 12.4 for 5B (10.4).
+        """
+        return self.rules.partition(self.num_trained) * self.rules.sum_bytes
+
+    def base_parts(self, is_evaluated: bool = False) -> dict[str, int]:
+        """Return the bytes that last from step to step, by part."""
+        state, encoders = self.state, self.encoders.resident(is_evaluated or self.is_sampling)
+        if self.is_sampling:
+            return {"weights": state.weights, "encoders": encoders, "workspaces": _WORKSPACE}
+        return {
+            "weights": state.weights,
+            "master weights": state.master,
+            "moments": state.moments,
+            "EMA": state.ema,
+            "encoders": encoders,
+            "batches, workspaces": self.batch_bytes + _WORKSPACE,
+        }
+
+    def host_parts(self, policies: Sequence[Policy]) -> dict[str, int]:
+        """Return the bytes of pinned host memory of one rank, by what they hold."""
+        offloaded = self.kept(policies)[:-NUM_RESIDENT] if self.offloads else []
+        waiting = replace(self.encoders, are_offloaded=False)
+        return {
+            "activations": sum(offloaded),
+            "encoders": waiting.resident(is_evaluated=True) if self.encoders.are_offloaded else 0,
+            "blocks": self.state.host_blocks,
+            "EMA": self.state.host_ema,
+        }
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,15 +171,12 @@ class MemoryPlan:
     @property
     def step_peak(self) -> int:
         """Return the peak of a training step without encoding, which a run measures."""
-        return max(p.total for p in self.phases if p.name in _STEP)
+        return max(p.total for p in self.phases if p.name in ("training", "optimizer step"))
 
     def summary(self) -> str:
         """Return one line for the log."""
-        names = " + ".join(
-            f"{name} {num_bytes / GIB:.1f}"
-            for name, num_bytes in self.largest.parts.items()
-            if num_bytes >= 0.05 * GIB
-        )
+        parts = self.largest.parts.items()
+        names = " + ".join(f"{name} {n / GIB:.1f}" for name, n in parts if n >= 0.05 * GIB)
         of = "" if self.card is None else f" of {self.card / GIB:.1f}"
         what = f"{self.peak / GIB:.1f}{of} GiB at its peak ({self.largest.name})"
         return f"{what}: {names}" if names else what
@@ -168,10 +192,11 @@ def plan_memory(
 ) -> MemoryPlan:
     """Predict the peaks. policies: None: those of the setup; `auto` gets the ones that fit on the card."""
     if policies is None and setup.choice == "auto" and not setup.is_sampling:
-        policies = choose_policies(setup, usable(card) - gap_bytes(setup) if card else None)
+        policies = choose_policies(setup, usable(card) - setup.gap_bytes if card else None)
     elif policies is None:
         is_fixed = setup.choice in LADDER  # auto keeps all in sampling
-        policies = (LADDER[LADDER.index(setup.choice)] if is_fixed else "none",) * setup.num_layers
+        policy = LADDER[LADDER.index(setup.choice)] if is_fixed else "none"
+        policies = (policy,) * len(setup.transformer.blocks)
     return MemoryPlan(setup, policies, tuple(_phases(setup, policies, card)), card)
 
 
@@ -181,49 +206,20 @@ def choose_policies(setup: Setup, budget: int | None) -> tuple[Policy, ...]:
     All layers climb one rung of LADDER before any climbs the next. The last layers climb first: their
     activations are released first, before the recomputations of the early layers need memory.
     """
-    number, ladder = setup.num_layers, LADDER
+    number, ladder = len(setup.transformer.blocks), LADDER
     if setup.offloads:
         # The bytes that pointwise keeps take longer to copy to the host and back than to compute.
         ladder = LADDER[: LADDER.index("pointwise")]
     if budget is None:
         return (ladder[-1],) * number
-    chosen: tuple[Policy, ...] = (ladder[0],) * number
-    for before, rung in zip(ladder, ladder[1:], strict=False):
-        fits = lambda risen, below=before, above=rung: (
-            training_phase(setup, (below,) * (number - risen) + (above,) * risen).total <= budget
-        )
-        # Layers that stay, where as many as fit have risen
-        stay = bisect_left(range(number, 0, -1), True, key=fits)
-        if stay < number:
-            chosen = (before,) * stay + (rung,) * (number - stay)
-        if stay > 0:
-            break
-    return chosen
-
-
-def gap_bytes(setup: Setup) -> int:
-    """Return up to how much more than the plan the allocator reserves in a step, since gradients come to
-    lie between activations.
-
-    On a CUDA runtime that computes nothing it was 3.4 GiB for 2B (this says 3.2) and 12.4 for 5B (10.4).
-    """
-    return setup.rules.partition(setup.num_trained) * setup.rules.sum_bytes
-
-
-def base_parts(setup: Setup, is_evaluated: bool = False) -> dict[str, int]:
-    """Return the bytes that last from step to step, by part."""
-    state = setup.state
-    if setup.is_sampling:
-        encoders = setup.encoders.resident(is_evaluated=True)
-        return {"weights": state.weights, "encoders": encoders, "workspaces": _WORKSPACE}
-    return {
-        "weights": state.weights,
-        "master weights": state.master,
-        "moments": state.moments,
-        "EMA": state.ema,
-        "encoders": setup.encoders.resident(is_evaluated),
-        "batches, workspaces": setup.batch_bytes + _WORKSPACE,
-    }
+    climbed: list[tuple[Policy, ...]] = [
+        tuple(above if i >= number - risen else below for i in range(number))
+        for below, above in pairwise(ladder)
+        for risen in range(1, number + 1)
+    ]
+    is_too_much = lambda policies: training_phase(setup, policies).total > budget
+    fitting = bisect_left(climbed, True, key=is_too_much)
+    return climbed[fitting - 1] if fitting else (ladder[0],) * number
 
 
 def training_phase(setup: Setup, policies: Sequence[Policy]) -> Phase:
@@ -231,8 +227,8 @@ def training_phase(setup: Setup, policies: Sequence[Policy]) -> Phase:
 
     Gradients grow while activations shrink, so the peak may be at any block.
     """
-    edges = setup.edges
-    gradients = Gradients(setup.transformer, setup.rules, setup.num_trained)
+    edges = setup.traces.edges(setup.size, setup.batch_size)
+    gradients = Gradients(setup.transformer, setup.rules)
     # Gradients of an optimizer in host memory leave the device bucket by bucket.
     leaves = setup.rules.is_offloaded and setup.rules.stage < 3
     most = step_bytes(setup.transformer, setup.rules) if leaves else _UNKNOWN
@@ -259,54 +255,31 @@ def training_phase(setup: Setup, policies: Sequence[Policy]) -> Phase:
 
     names = ("gradients", "ZeRO's buffers", "activations", "block at work")
     best = dict(zip(names, max(moments(), key=sum), strict=True))
-    return Phase("training", {**base_parts(setup), **best})
-
-
-def host_parts(setup: Setup, policies: Sequence[Policy]) -> dict[str, int]:
-    """Return the bytes of pinned host memory of one rank, by what they hold."""
-    offloaded = setup.kept(policies)[:-NUM_RESIDENT] if setup.offloads else []
-    waiting = replace(setup.encoders, are_offloaded=False)
-    return {
-        "activations": sum(offloaded),
-        "encoders": waiting.resident(is_evaluated=True) if setup.encoders.are_offloaded else 0,
-        "blocks": setup.state.host_blocks,
-        "EMA": setup.state.host_ema,
-    }
+    return Phase("training", {**setup.base_parts(), **best})
 
 
 def _phases(setup: Setup, policies: Sequence[Policy], card: int | None) -> list[Phase]:
-    if setup.is_sampling:
-        return _evaluation_phases(setup, base_parts(setup, is_evaluated=True), card, "sampling")
-    phases = [training_phase(setup, policies)]
-    base, encoders = base_parts(setup), setup.encoders
-    gradients = step_bytes(setup.transformer, setup.rules)
-    phases.append(Phase("optimizer step", {**base, "gradients": gradients}))
-    free = usable(card) - sum(base.values()) if card else _UNKNOWN
-    mode, num_bytes = encoders.encode_peak(free)
-    if num_bytes:
-        # Gradients of earlier micro-batches wait.
-        waiting = {"gradients": gradients} if setup.rules.accumulation > 1 else {}
-        parts = {**base, **waiting, **encoders.fetched(encoders.stage_bytes)}
-        phases.append(Phase("encoding clips", {**parts, f"VAE ({mode})": num_bytes}))
-    if encoders.in_step[0] or (encoders.are_offloaded and encoders.in_evaluation):
-        parts = {**base, **encoders.fetched(encoders.text_bytes)}
-        phases.append(Phase("encoding captions", {**parts, "T5": encoders.text_peak}))
+    phases, encoders, base = list[Phase](), setup.encoders, setup.base_parts()
+    free = lambda base: usable(card) - sum(base.values()) if card else _UNKNOWN
+    of_stage = encoders.fetched(encoders.stage_bytes)
+    if not setup.is_sampling:
+        gradients = {"gradients": step_bytes(setup.transformer, setup.rules)}
+        phases += training_phase(setup, policies), Phase("optimizer step", base | gradients)
+        mode, num_bytes = encoders.encode_peak(free(base))
+        if num_bytes:
+            # Gradients of earlier micro-batches wait.
+            parts = base | (gradients if setup.rules.accumulation > 1 else {}) | of_stage
+            phases.append(Phase("encoding clips", parts | {f"VAE ({mode})": num_bytes}))
+        if encoders.in_step[0] or (encoders.are_offloaded and encoders.in_evaluation):
+            parts = base | encoders.fetched(encoders.text_bytes) | {"T5": encoders.text_peak}
+            phases.append(Phase("encoding captions", parts))
     if setup.eval_shape is not None:
-        base = base_parts(setup, is_evaluated=True)
-        phases += _evaluation_phases(setup, base, card, "evaluation")
-    return phases
-
-
-def _evaluation_phases(
-    setup: Setup, base: dict[str, int], card: int | None, name: str
-) -> list[Phase]:
-    assert setup.eval_shape is not None, "there is an evaluation"
-    phases = [Phase(name, {**base, "block at work": setup.traces.forward(setup.eval_shape)})]
-    free = usable(card) - sum(base.values()) if card else _UNKNOWN
-    how, num_bytes = setup.encoders.decode_peak(free)
-    if num_bytes:
-        base |= setup.encoders.fetched(setup.encoders.stage_bytes)
-        phases.append(Phase("decoding", {**base, f"VAE ({how})": num_bytes}))
+        base = setup.base_parts(is_evaluated=True)
+        work = {"block at work": setup.traces.forward(setup.eval_shape)}
+        phases.append(Phase("sampling" if setup.is_sampling else "evaluation", base | work))
+        how, num_bytes = encoders.decode_peak(free(base))
+        if num_bytes:
+            phases.append(Phase("decoding", base | of_stage | {f"VAE ({how})": num_bytes}))
     return phases
 
 
@@ -330,15 +303,13 @@ def setup_of(run: Run, args: TrainKeys, world_size: int, traces: Traces | None =
     # Pictures are encoded one by one, which takes less than a clip.
     shape = (args.batch_size, clip.num_frames, *clip.pixels)
     captions = args.batch_size * max(times for times, _ in batches)
-    number = DTYPES[args.precision].itemsize
     parts = run.model, run.data, run.frozen
-    encoders = find_encoders(args, *parts, shape, model.text_length, number, captions)
+    encoders = find_encoders(args, *parts, shape, model.text_length, captions)
     is_sampling = args.mode == "inference"
     # Guidance runs the conditional and the unconditional half together.
     evaluated = args.eval_batch_size or args.batch_size
-    eval_shapes = [
-        (evaluated * times, _rows(size, model, context)) for times, size in ((2, clip), *batches)
-    ]
+    eval_sizes = ((2, clip), *batches)
+    eval_shapes = [(evaluated * times, _rows(size, model, context)) for times, size in eval_sizes]
     most = max(times * _sample_bytes(encoders, size, model) for times, size in batches)
     return Setup(
         traces=traces,
@@ -383,24 +354,16 @@ def stand_in(rank: int, size: int) -> ParallelGroup:
 
 
 def rules_of(
-    section: Mapping[str, Any],
-    args: TrainKeys,
-    data_size: int,
-    allow_import: Sequence[str] = (),
+    section: Mapping[str, Any], args: TrainKeys, data_size: int, allow_import: Sequence[str] = ()
 ) -> ZeroRules:
     """Return where DeepSpeed and the optimizer keep the state of this configuration."""
-    zero = section.get("zero_optimization") or {}
-    number = DTYPES[args.precision].itemsize
+    zero, number = section.get("zero_optimization") or {}, DTYPES[args.precision].itemsize
     device = (zero.get("offload_optimizer") or {}).get("device")
     is_offloaded = bool(zero.get("cpu_offload")) or device in ("cpu", "nvme")
     stage, sum_dtype = stage_and_sums(section, args)
     weight = torch.nn.Parameter(torch.zeros(1, 1))
-    optimizer = build_optimizer(
-        section.get("optimizer") or {},
-        [{"params": [weight]}],
-        allow_import=allow_import,
-        lr=args.lr,
-    )
+    of_section, groups = section.get("optimizer") or {}, [{"params": [weight]}]
+    optimizer = build_optimizer(of_section, groups, allow_import=allow_import, lr=args.lr)
     is_fused_adam = isinstance(optimizer, FusedEmaAdam)
     # Float32 numbers per weight that the optimizer keeps beside the EMA
     moments = 2 if "betas" in optimizer.defaults else int("momentum" in optimizer.defaults)
@@ -419,7 +382,7 @@ def rules_of(
         is_offloaded=is_offloaded,
         overlaps=bool(zero.get("overlap_comm", args.zero_stage == 3)),
         accumulation=args.gradient_accumulation_steps,
-        bucket=int(float(zero.get("reduce_bucket_size") or 500_000_000)),
+        bucket=int(float(zero.get("reduce_bucket_size") or DEFAULT_BUCKET)),
         section={**zero, "stage": stage},
         is_muon=isinstance(optimizer, Muon),
         copies_gradients=not is_fused_adam or args.kernels == "torch",

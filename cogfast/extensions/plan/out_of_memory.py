@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import cached_property
+from typing import TypeVar
 
 import psutil
 import torch
@@ -17,14 +18,7 @@ from cogfast.distributed.process_groups import ProcessGroups
 from cogfast.distributed.step_clock import CLOCK
 from cogfast.extensions.plan.gpus import gpu_of
 from cogfast.extensions.plan.ladder import Change, climb
-from cogfast.extensions.plan.memory import (
-    GIB,
-    MemoryPlan,
-    Setup,
-    host_parts,
-    plan_memory,
-    usable,
-)
+from cogfast.extensions.plan.memory import GIB, MemoryPlan, Setup, plan_memory, usable
 from cogfast.extensions.plan.seconds import predict_step
 from cogfast.train.activation_checkpointing import Policy, describe
 from cogfast.train.keys import TrainKeys
@@ -32,6 +26,7 @@ from cogfast.train.watchers.watcher import Watcher
 
 logger = logging.getLogger(__name__)
 
+T = TypeVar("T")
 _SMALLER = 0.95  # of the planned peak: what the changes that are named take at most
 _MEASURED_STEP = 2  # the first one allocates what libraries keep
 # Phase of a run (Progress) -> phase of a plan
@@ -64,22 +59,23 @@ class MemoryWatch(Watcher):
 
     @cached_property
     def setup(self) -> Setup | None:
-        try:
-            return self.change({}, self.groups.world_size, None)[1]
-        # No run ends because it could not be predicted.
-        except Exception as error:
-            _warn(error)
-            return None
+        return self._predicted(lambda: self.change({}, self.groups.world_size, None)[1])
 
     def plan(self) -> MemoryPlan | None:
         """Return the plan for this device; None if the run cannot be predicted."""
-        if self.setup is None:
+        setup, device = self.setup, self.groups.device
+        if setup is None:
             return None
+        return self._predicted(lambda: plan_memory(setup, free_memory(device)[1], self.policies))
+
+    def _predicted(self, make: Callable[[], T]) -> T | None:
+        """Return what `make` does. No run ends because it could not be predicted."""
         try:
-            return plan_memory(self.setup, free_memory(self.groups.device)[1], self.policies)
-        except Exception as error:  # as above
+            return make()
+        except Exception as error:
+            text = "the run's memory cannot be predicted (%s: %s)"
+            logger.warning(text, type(error).__name__, error)
             self.setup = None
-            _warn(error)
             return None
 
     def start(self) -> None:
@@ -87,7 +83,7 @@ class MemoryWatch(Watcher):
         plan = self.plan() if self.groups.device.type == "cuda" else None
         if plan is not None:
             logger.info("memory planned for each GPU: %s", plan.summary())
-            warn_of_host_memory(host_parts(plan.setup, plan.policies))
+            warn_of_host_memory(plan.setup.host_parts(plan.policies))
 
     def after_step(self, step: int) -> None:
         """Log prediction and peak of the second step on a GPU, whose allocator counts."""
@@ -100,12 +96,9 @@ class MemoryWatch(Watcher):
         plan = self.plan() if self.groups.is_main else None
         if plan is None:
             return
-        logger.info(
-            "memory of a step: %.1f GiB were predicted and %.1f used (%.1f reserved)",
-            plan.peak / GIB,
-            torch.cuda.max_memory_allocated(device) / GIB,
-            torch.cuda.max_memory_reserved(device) / GIB,
-        )
+        text = "memory of a step: %.1f GiB were predicted and %.1f used (%.1f reserved)"
+        used = torch.cuda.max_memory_allocated(device), torch.cuda.max_memory_reserved(device)
+        logger.info(text, *(num_bytes / GIB for num_bytes in (plan.peak, *used)))
         gpu = gpu_of(device)
         time = None if gpu is None else predict_step(plan, gpu, self.attention)
         if time is not None:
@@ -129,11 +122,10 @@ class MemoryWatch(Watcher):
             # The device has less for this run than the plan takes, whatever it says.
             smaller = replace(plan, card=min(plan.card or plan.peak, int(_SMALLER * plan.peak)))
             has_gpus = self.groups.device.type == "cuda"
-            found = climb(self.args, smaller, self.change, has_gpus=has_gpus)
-            if found.plan.fits:
-                parts.append(f"these changes take less: {found.describe()}")
-            else:
-                parts.append("use more GPUs, fewer frames or a smaller size")
+            found = climb(self.args, smaller, self.change, has_gpus)
+            less = f"these changes take less: {found.describe()}"
+            other = "use more GPUs, fewer frames or a smaller size"
+            parts.append(less if found.plan.fits else other)
         return "; ".join([*parts, self.how_to_resume()])
 
 
@@ -142,15 +134,7 @@ def warn_of_host_memory(parts: Mapping[str, int]) -> None:
     num_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     needed, has = num_ranks * sum(parts.values()), psutil.virtual_memory().total
     if needed > usable(has):
-        logger.warning(
-            "%d ranks of this machine keep %.1f GiB in host memory (each %s), but it has %.1f GiB: "
-            "offload less (docs/small_cards.md), or start fewer ranks",
-            num_ranks,
-            needed / GIB,
-            ", ".join(f"{name} {n / GIB:.1f}" for name, n in parts.items() if n),
-            has / GIB,
-        )
-
-
-def _warn(error: Exception) -> None:
-    logger.warning("the run's memory cannot be predicted (%s: %s)", type(error).__name__, error)
+        each = ", ".join(f"{name} {n / GIB:.1f}" for name, n in parts.items() if n)
+        text = "%d ranks of this machine keep %.1f GiB in host memory (each %s), but it has %.1f GiB: offload "
+        text += "less (docs/small_cards.md), or start fewer ranks"
+        logger.warning(text, num_ranks, needed / GIB, each, has / GIB)

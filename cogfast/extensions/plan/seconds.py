@@ -1,13 +1,9 @@
 """Predict the time of an optimizer step: the traced work of one GPU over its rates (gpus.py).
 
-    matmul, attention   FLOPs over a share of the data sheet's rate, or bytes where they take longer
-    memory-bound        bytes that all other ops and the optimizer read and write
-    communication       bytes between GPUs, without what overlaps computation
-    transfers           bytes between host and GPU that computation does not hide, of offloaded blocks
-                        and activations
-
-Counts of bytes between GPUs are those of a ring, in which a GPU sends as much as it receives: an
-all-reduce of N bytes over n GPUs sends 2 (n-1)/n N, a reduce-scatter or an all-gather (n-1)/n N.
+Matmul and attention take FLOPs over a share of the data sheet's rate, or bytes where they take longer,
+all other ops and the optimizer bytes. Of communication and of transfers between host and GPU, those of
+offloaded blocks and activations, what computation does not hide counts. GPUs send as in a ring: an
+all-reduce of N bytes over n GPUs 2 (n-1)/n N, a reduce-scatter or an all-gather (n-1)/n N.
 
     per optimizer step    ZeRO-1               ZeRO-2                    ZeRO-3
     trained gradients     all-reduce           all-reduce each time      reduce-scatter each time
@@ -38,11 +34,8 @@ PERSISTENT_NUMEL = 100_000  # ZeRO-3 keeps smaller parameters whole: DeepSpeed's
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Traffic:
-    """Bytes that one GPU sends per optimizer step.
-
-    gradients, weights: between the GPUs that have the same weights. inside: between those that share a
-    sample, by tensor and context parallelism.
-    """
+    """Bytes that one GPU sends per optimizer step: gradients and weights to those with the same weights,
+    `inside` to those that share a sample, by tensor and context parallelism."""
 
     gradients: float
     weights: float
@@ -78,20 +71,17 @@ class StepTime:
     attention_rates: str
 
     @property
-    def communication(self) -> float:
-        return self.links.exposed
-
-    @property
     def seconds(self) -> float:
         computed = self.matmul + self.attention + self.memory_bound
-        return computed + self.communication + self.transfers
+        return computed + self.links.exposed + self.transfers
 
 
 def micro_batch_work(plan: MemoryPlan) -> tuple[Work, Work]:
     """Return the work of a micro-batch in the blocks' forward pass, and all other."""
-    forward, others = Work(), Work(plan.setup.edges.work)
+    setup = plan.setup
+    forward, others = Work(), Work(setup.traces.edges(setup.size, setup.batch_size).work)
     for number, policy in enumerate(plan.policies):
-        trace = plan.setup.block(number, policy)
+        trace = setup.block(number, policy)
         forward.update(trace.forward_work)
         others.update(trace.backward_work)
     return forward, others

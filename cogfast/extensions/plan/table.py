@@ -41,7 +41,8 @@ class Layout:
     def parts(self) -> tuple[float, ...]:
         """Return the seconds of a step: matmul, attention, memory-bound, and waits for links, to the host, too."""
         step = self.step
-        return step.matmul, step.attention, step.memory_bound, step.communication + step.transfers
+        waits = step.links.exposed + step.transfers
+        return step.matmul, step.attention, step.memory_bound, waits
 
 
 def find_layouts(
@@ -145,8 +146,8 @@ def describe_table(
     for title, table in _TABLES.items():
         cells = [["GPUs", *table]]
         for layout in (layout for each in fitting for layout in each[:number]):
-            number_of_gpus = f"{layout.plan.setup.world_size}"
-            cells.append([number_of_gpus, *(of(layout) for of in table.values())])
+            gpus = f"{layout.plan.setup.world_size}"
+            cells.append([gpus, *(of(layout) for of in table.values())])
         widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
         lines += ["", title, *("  ".join(map(str.rjust, row, widths)) for row in cells), *reasons]
         number, reasons = 1, []

@@ -12,19 +12,11 @@ from cogfast.core.keys import names_origins
 from cogfast.core.values import counted
 from cogfast.distributed.parallelize import run_without_dynamo
 from cogfast.extensions.conditions.check import check_conditions
+from cogfast.extensions.memory.quantized_base import base_linears
 from cogfast.extensions.plan.gpus import INSTALL_FLASH_ATTENTION, Gpu, gpu_of, parse_gpu
 from cogfast.extensions.plan.ladder import FIT, changed_setup, climb, fit_lines
-from cogfast.extensions.plan.memory import (
-    GIB,
-    MemoryPlan,
-    gap_bytes,
-    host_parts,
-    plan_memory,
-    setup_of,
-    usable,
-)
+from cogfast.extensions.plan.memory import GIB, MemoryPlan, plan_memory, setup_of, usable
 from cogfast.extensions.plan.seconds import predict_step
-from cogfast.extensions.plan.zero import num_held
 from cogfast.extensions.sparse.check import check_sparse, follow_weights
 from cogfast.kernels.attention_backends import BACKENDS, backends_that_run
 from cogfast.model.keys import ModelKeys
@@ -34,11 +26,8 @@ from cogfast.train.keys import TrainKeys
 from cogfast.train.preflight.mesh import check_global_batch, check_mesh
 from cogfast.train.run.opened import Run
 
-_NAME_COLUMNS = 22
-_NOTHING_FITS = (
-    "No change that is tried makes it fit; use LoRA (args.lora_rank=64), or reduce data.params.video_size "
-    "or max_num_frames."
-)
+_NOTHING_FITS = "No change that is tried makes it fit; use LoRA (args.lora_rank=64), or reduce "
+_NOTHING_FITS += "data.params.video_size or max_num_frames."
 
 
 @names_origins
@@ -68,17 +57,22 @@ def describe_plan(run: Run, gpu: str | None = None, num_gpus: int | None = None)
     if not setup.is_sampling:
         asked = f"{setup.choice}: " if setup.choice == "auto" else ""
         lines.append(f"activation checkpointing: {asked}{describe(plan.policies)}")
-    host = [f"{name} {_gib(n)} GiB" for name, n in host_parts(setup, plan.policies).items() if n]
+    host = [f"{name} {_gib(n)} GiB" for name, n in setup.host_parts(plan.policies).items() if n]
     if host:
         lines.append(f"in host memory, for each GPU: {', '.join(host)}")
-    lines += ["", *_table(plan), "", _verdict(plan, card_name), *_gap_lines(plan)]
+    lines += ["", *_table(plan), "", _verdict(plan, card_name)]
+    gap = setup.gap_bytes
+    is_tight = memory is not None and plan.phases[0].total + gap > usable(memory)
+    if is_tight and plan.fits and not setup.is_sampling:
+        text = f"It is tight: gaps between gradients and activations may take up to {_gib(gap)} GiB more in a "
+        text += "step. Where they do not fit, PyTorch's allocator moves free memory, and steps take longer."
+        lines.append(text)
     lines += [f"{FIT}: {line}" for line in changes]
-    fix = None if plan.fits else climb(args, plan, change, has_gpus=True)
-    if fix is not None and fix.plan.fits:
+    if not plan.fits:
+        fix = climb(args, plan, change, has_gpus=True)
         peak = f"{_gib(fix.plan.peak)} GiB, {fix.plan.largest.name}"
-        lines += ["", f"This makes it fit ({peak}):", *(f"  {change}" for change in fix.changes)]
-    elif fix is not None:
-        lines.append(_NOTHING_FITS)
+        makes = ["", f"This makes it fit ({peak}):", *(f"  {change}" for change in fix.changes)]
+        lines += makes if fix.plan.fits else [_NOTHING_FITS]
     if entry is not None:
         lines += _time_lines(args, plan, entry, is_here=gpu is None)
     return "\n".join(lines) + "\n"
@@ -108,13 +102,14 @@ def find_card(name: str | None) -> tuple[str, int | None, Gpu | None]:
 
 def model_line(args: TrainKeys, plan: MemoryPlan) -> str:
     transformer = plan.setup.transformer
-    held = f"{num_held(transformer) / 1e6:.1f} M parameters"
+    # Weights of 8 bits and those in host memory are no parameters.
+    weights = {*transformer.parameters(), *(x.weight for _, x in base_linears(transformer))}
+    held = f"{sum(weight.numel() for weight in weights) / 1e6:.1f} M parameters"
     held += " a GPU" if plan.setup.model_size > 1 else ""
-    trained = f", {plan.setup.num_trained / 1e6:.1f} M of them trained"
-    trained = "" if plan.setup.is_sampling else trained
-    width = transformer.config.hidden_size
-    layers = counted(plan.setup.num_layers, "layer")
-    return f"model: {layers} of width {width}, {held}{trained}, {args.precision}"
+    if not plan.setup.is_sampling:
+        held += f", {plan.setup.num_trained / 1e6:.1f} M of them trained"
+    layers, width = counted(len(transformer.blocks), "layer"), transformer.config.hidden_size
+    return f"model: {layers} of width {width}, {held}, {args.precision}"
 
 
 def _layout_line(plan: MemoryPlan) -> str:
@@ -139,8 +134,8 @@ def _table(plan: MemoryPlan) -> list[str]:
     for name in names:
         cells[name] = [_gib(p.parts[name]) if p.parts.get(name) else "" for p in plan.phases]
     cells["total"] = [_gib(phase.total) for phase in plan.phases]
-    aligned = lambda name, row: [name.ljust(_NAME_COLUMNS), *map(str.rjust, row, widths)]
-    return ["  ".join(aligned(name, row)).rstrip() for name, row in cells.items()]
+    aligned = lambda name, row: "  ".join([name.ljust(22), *map(str.rjust, row, widths)])
+    return [aligned(name, row).rstrip() for name, row in cells.items()]
 
 
 def _verdict(plan: MemoryPlan, card_name: str) -> str:
@@ -149,18 +144,6 @@ def _verdict(plan: MemoryPlan, card_name: str) -> str:
         return f"peak: {peak}. There is no GPU here to compare with; --gpu NAME or --gpu GIB names one."
     has = f"{card_name} has {_gib(plan.card)} GiB, of which a run may use {_gib(usable(plan.card))}"
     return f"peak: {peak}; {has}: it {'fits' if plan.fits else 'does not fit'}."
-
-
-def _gap_lines(plan: MemoryPlan) -> list[str]:
-    """Return a warning if gaps in the allocator's memory may slow down a run that fits."""
-    step, gap, card = plan.phases[0], gap_bytes(plan.setup), plan.card
-    is_sampling = plan.setup.is_sampling
-    if card is None or is_sampling or not plan.fits or step.total + gap <= usable(card):
-        return []
-    return [
-        f"It is tight: gaps between gradients and activations may take up to {_gib(gap)} GiB more in a "
-        "step. Where they do not fit, PyTorch's allocator moves free memory, and steps take longer."
-    ]
 
 
 def attention_of(
@@ -173,9 +156,9 @@ def attention_of(
         raise ValueError(f"args.attention_backend={named} is for CPUs, the plan for GPUs: set auto")
     able, why = [n for n, each in BACKENDS.items() if each.kernel], "the fastest of PyTorch's"
     if is_here:
-        width = plan.setup.transformer.config.head_width
-        case = (torch.device("cuda:0"), DTYPES[args.precision], width, args.deterministic)
-        able, why = backends_that_run(*case), "the fastest that runs here"
+        width, dtype = plan.setup.transformer.config.head_width, DTYPES[args.precision]
+        able = backends_that_run(torch.device("cuda:0"), dtype, width, args.deterministic)
+        why = "the fastest that runs here"
     if plan.setup.transformer.sparse_share is not None:
         able, why = ["flash"], "taken for FlexAttention's kernels, which were not timed"
     return named if named != "auto" else gpu.shares.fastest(able), able, why
@@ -188,13 +171,13 @@ def _time_lines(args: TrainKeys, plan: MemoryPlan, gpu: Gpu, is_here: bool) -> l
     if step is None:
         return ["", "step time: not predicted for sampling and offload"]
     parts = {"matmul": step.matmul, "attention": step.attention}
-    parts |= {"memory-bound": step.memory_bound, "communication": step.communication}
+    parts |= {"memory-bound": step.memory_bound, "communication": step.links.exposed}
     parts |= {"host transfers": step.transfers} if step.transfers else {}
     shown = ", ".join(f"{name} {_seconds(seconds)}" for name, seconds in parts.items())
-    rate = f"{step.samples_per_second:.3g} samples/s"
+    rates = f"MFU {step.mfu:.1%}, {step.samples_per_second:.3g} samples/s"
     lines = [
         "",
-        f"step: {_seconds(step.seconds)} s ({shown}), MFU {step.mfu:.1%}, {rate}",
+        f"step: {_seconds(step.seconds)} s ({shown}), {rates}",
         f"  {step.source}; without VAE and text encoder",
         f"  {step.attention_rates}",
     ]

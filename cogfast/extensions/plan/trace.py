@@ -39,8 +39,8 @@ _META = torch.device("meta")
 _ALLOCATOR_BLOCK = 512  # bytes; PyTorch's allocator rounds sizes up to it
 _ROWS_AT_ONCE = 128  # rows of a tile of attention's backward pass
 _ops, _sends, _aten = torch.ops.cogfast, torch.ops._c10d_functional, torch.ops.aten
-_ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention
-_ATTENTION_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_backward
+_ATTENTION = _aten._scaled_dot_product_flash_attention
+_ATTENTION_BACKWARD = _aten._scaled_dot_product_flash_attention_backward
 _SPARSE, _SPARSE_BACKWARD = _ops.sparse_attention, _ops.sparse_attention_backward
 _KINDS: dict[Any, Kind] = {
     _ATTENTION: "attention",
@@ -121,11 +121,9 @@ def scratch(op: Any, args: Sequence[Any]) -> int:
         # means of queries and keys, and a byte for each pair of blocks
         return b * h * n * (2 * 4 * d + n)
     if packet is _SPARSE_BACKWARD:
-        b, s, h, _ = args[1].shape
-        return 4 * b * h * s  # delta
+        return 4 * args[1].shape[:3].numel()  # delta
     if packet in _INT8:
-        x, q = args[:2]
-        return q.numel() * x.element_size()  # the weight in the dtype of x
+        return args[1].numel() * args[0].element_size()  # the weight in the dtype of x
     if packet in _FP8:
         # x or dy in fp8, and in backward the transposed weight
         return args[0].numel() + args[1].numel() * (packet is _FP8[1])
@@ -154,15 +152,15 @@ def _flops(packet: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any
 def _op_of(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> Op | None:
     """Return what an op costs; None for one that moves nothing, such as a view."""
     packet = func._overloadpacket
+    ring = lambda size: (size - 1) / size * _nbytes(args[0])
     if packet in (_sends.all_reduce, _sends.all_reduce_):
-        size = int(args[2].rpartition("/")[2])
-        return Op("sent", 0, 2 * (size - 1) / size * _nbytes(args[0]))
+        return Op("sent", 0, 2 * ring(int(args[2].rpartition("/")[2])))
     if packet is _sends.all_gather_into_tensor:
         return Op("sent", 0, (args[1] - 1) * _nbytes(args[0]))
     if packet is _sends.reduce_scatter_tensor:
-        return Op("sent", 0, (args[2] - 1) / args[2] * _nbytes(args[0]))
+        return Op("sent", 0, ring(args[2]))
     if packet is _sends.all_to_all_single:
-        return Op("sent", 0, (len(args[1]) - 1) / len(args[1]) * _nbytes(args[0]))
+        return Op("sent", 0, ring(len(args[1])))
     given = {t.untyped_storage()._cdata for t in _tensors([*args, *kwargs.values()])}
     made = [t for t in _tensors([out]) if t.untyped_storage()._cdata not in given]
     if func.namespace == "_c10d_functional" or "empty" in packet._qualified_op_name:
@@ -216,20 +214,18 @@ class _Recorder(LiveBytes):
         events, self.events = tuple(self.events), []
         return events
 
-    def mark(self, numel: int = 0) -> None:
-        self.events.append(Event(self.peak - self.base, self.live - self.base, numel))
+    def mark(self, gradient: Tensor | None = None) -> None:
+        numel, num_bytes = (0, 0) if gradient is None else (gradient.numel(), gradient.nbytes)
+        live = self.live - self.base - num_bytes
+        self.events.append(Event(self.peak - self.base, live, numel))
         self.peak = self.live
 
     def backward(self, loss: Tensor) -> None:
         """Run a backward pass in which every complete gradient is an event."""
 
         def take(parameter: nn.Parameter) -> None:
-            assert parameter.grad is not None, "this is called when it is complete"
-            self.mark(parameter.numel())
+            self.mark(parameter.grad)
             parameter.grad = None
-            num_bytes = parameter.numel() * parameter.element_size()
-            last = self.events[-1]
-            self.events[-1] = Event(last.peak, last.live - num_bytes, last.numel)
             self.peak = self.live
 
         handles = [p.register_post_accumulate_grad_hook(take) for p in self.trained]
@@ -241,43 +237,17 @@ class _Recorder(LiveBytes):
                 handle.remove()
 
 
-class _Start(torch.autograd.Function):
-    """Return the output of the part before: nothing else holds it, and its gradient is dropped."""
+class _Border(torch.autograd.Function):
+    """Return make(x). `gradient` makes the gradient of x of that of the result, which has one if `seed` does."""
 
     @staticmethod
-    def forward(ctx, seed: Tensor, like: Tensor) -> Tensor:
-        return torch.empty_like(like)
+    def forward(ctx, x: Tensor, seed: Tensor, make: Callable, gradient: Callable) -> Tensor:
+        ctx.gradient = gradient
+        return make(x)
 
     @staticmethod
-    def backward(ctx, grad: Tensor) -> tuple[None, None]:
-        return None, None
-
-
-class _End(torch.autograd.Function):
-    """Return a number whose gradient becomes that of x, in new memory."""
-
-    @staticmethod
-    def forward(ctx, x: Tensor) -> Tensor:
-        ctx.shape, ctx.dtype = x.shape, x.dtype
-        return x.new_empty(())
-
-    @staticmethod
-    def backward(ctx, grad: Tensor) -> Tensor:
-        return torch.empty(ctx.shape, dtype=ctx.dtype, device=_META)
-
-
-class _Boundary(torch.autograd.Function):
-    """Stand for all blocks: the gradient passes, and `passed` is called with it."""
-
-    @staticmethod
-    def forward(ctx, hidden: Tensor, seed: Tensor, passed: Callable[[], None]) -> Tensor:
-        ctx.passed = passed
-        return hidden.view_as(hidden)
-
-    @staticmethod
-    def backward(ctx, grad: Tensor) -> tuple[Tensor, None, None]:
-        ctx.passed()
-        return grad, None, None
+    def backward(ctx, grad: Tensor) -> tuple[Tensor | None, None, None, None]:
+        return ctx.gradient(grad), None, None, None
 
 
 def trace_block(
@@ -297,7 +267,8 @@ def trace_block(
     call = block_call(block, policy, keep_rng=transformer.uses_dropout)
     seed = torch.empty((), device=_META, requires_grad=has_input_gradient)
     with recorder:
-        hidden = _Start.apply(seed, given[0])
+        # Nothing else holds it, and its gradient is dropped.
+        hidden = _Border.apply(given[0], seed, torch.empty_like, lambda grad: None)
         recorder.take_work()
         recorder.base = recorder.live
         out = call(hidden, *given[1:])
@@ -305,7 +276,9 @@ def trace_block(
         kept, forward_work = recorder.live - recorder.base, recorder.take_work()
         if not out.requires_grad:
             return Trace(kept, (), forward_work, Work())
-        loss = _End.apply(out)
+        kind = {"size": out.shape, "dtype": out.dtype, "device": _META}
+        scalar = lambda x: x.new_empty(())
+        loss = _Border.apply(out, seed, scalar, lambda grad: torch.empty(**kind))
         del out
         recorder.backward(loss)
         del loss
@@ -326,8 +299,7 @@ def _block_inputs(
     transformer: DiffusionTransformer, block: nn.Module, shape: tuple[int, int]
 ) -> tuple[Tensor, Tensor, int, Rotation | None]:
     config, (batch, rows) = transformer.config, shape
-    split = transformer.row_split
-    num_text, whole = min(config.text_length, rows), rows
+    num_text, whole, split = min(config.text_length, rows), rows, transformer.row_split
     if isinstance(split, ContextParallelRows):
         split.rows = [rows] * split.group.size
         whole = rows * split.group.size
@@ -341,9 +313,8 @@ def _block_inputs(
         width = config.head_width // 16 * (2 * num_video + 3 + 3)
         rotation = Rotation(torch.empty(2, width, device=_META), num_video, 1, 1)
     empty = partial(torch.empty, dtype=transformer.dtype, device=_META)
-    conditioning = empty(batch, config.time_embed_dim)
     is_trained = any(p.requires_grad for p in transformer.time_embedding.parameters())
-    conditioning.requires_grad_(is_trained)
+    conditioning = empty(batch, config.time_embed_dim, requires_grad=is_trained)
     return empty(batch, rows, config.hidden_size), conditioning, num_text, rotation
 
 
@@ -351,14 +322,17 @@ def trace_edges(transformer: DiffusionTransformer, size: LatentSize, batch: int)
     """Trace what a micro-batch of `batch` samples costs before and after the blocks, with the loss."""
     config = transformer.config
     recorder = _Recorder(nn.ModuleList(m for n, m in transformer.named_children() if n != "blocks"))
-    head: list[tuple[Event, ...]] = []
-    embedded: list[int] = []
+    head, embedded = list[tuple[Event, ...]](), list[int]()
 
     def boundary(hidden: Tensor, *_: Any) -> Tensor:
         embedded.append(recorder.live)
         recorder.base = recorder.peak = recorder.live
         seed = torch.empty((), device=_META, requires_grad=True)
-        return _Boundary.apply(hidden, seed, lambda: head.append(recorder.take_events()))
+        return _Border.apply(hidden, seed, lambda x: x.view_as(x), passed)
+
+    def passed(grad: Tensor) -> Tensor:
+        head.append(recorder.take_events())
+        return grad
 
     shape = (batch, size.channels, size.frames, size.height, size.width)
     # Channels of the conditions, such as image-to-video's first frame
@@ -407,11 +381,10 @@ class Traces:
         for number, block in enumerate(transformer.blocks):
             trained = tuple(n for n, p in block.named_parameters() if p.requires_grad)
             modules = tuple(n for n, _ in block.named_modules())
-            is_split = isinstance(block, SequenceParallelBlock)
-            ends = (block.is_first, block.is_last) if is_split else ()
+            ends = isinstance(block, SequenceParallelBlock) and (block.is_first, block.is_last)
             kind = (has_input_gradient, trained, modules, ends)
             self._alike.append((first_of_kind.setdefault(kind, number), has_input_gradient))
-            has_input_gradient = has_input_gradient or bool(trained)
+            has_input_gradient |= bool(trained)
 
     def block(self, number: int, shape: tuple[int, int], policy: Policy) -> Trace:
         """Return the trace of a block; see trace_block."""

@@ -10,19 +10,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from torch import nn
-
 from cogfast.distributed.fused_step import order_by_blocks
 from cogfast.distributed.zero_engine import whole_shape
 from cogfast.extensions.memory.host_blocks import HostBlocks
 from cogfast.extensions.memory.host_ema import DEVICE_BYTES
 from cogfast.extensions.memory.moment_codes import num_blocks
-from cogfast.extensions.memory.quantized_base import base_linears
 from cogfast.model.transformer import DiffusionTransformer
 from cogfast.train.optimizer import muon_matrices, parameter_groups
 
 _FLOAT32 = 4
-_DEFAULT_BUCKET = 500_000_000  # DeepSpeed's reduce_bucket_size, in elements
+DEFAULT_BUCKET = 500_000_000  # DeepSpeed's reduce_bucket_size, in elements
 _MUON_PRODUCTS = 8  # matrices in bf16 that an iteration has at most
 _LIVE_PARAMETERS = 1_000_000_000  # DeepSpeed's stage3_max_live_parameters
 
@@ -50,7 +47,7 @@ class ZeroRules:
     is_offloaded: bool = False
     overlaps: bool = False
     accumulation: int = 1
-    bucket: int = _DEFAULT_BUCKET
+    bucket: int = DEFAULT_BUCKET
     copies_gradients: bool = False
     is_muon: bool = False
     section: Mapping[str, Any] = field(default_factory=lambda: {"stage": 2})
@@ -82,18 +79,6 @@ def num_trained(transformer: DiffusionTransformer) -> int:
     return sum(p.numel() for p in transformer.parameters() if p.requires_grad)
 
 
-def num_held(transformer: DiffusionTransformer) -> int:
-    """Return all weights, also those that are no parameters: of 8 bits, or in host memory."""
-    weights = (linear.weight for _, linear in base_linears(transformer))
-    others = sum(weight.numel() for weight in weights if not isinstance(weight, nn.Parameter))
-    return num_partitioned(transformer) + others
-
-
-def num_partitioned(transformer: DiffusionTransformer) -> int:
-    """Return the weights that are parameters, which ZeRO-3 partitions."""
-    return sum(p.numel() for p in transformer.parameters())
-
-
 def lasting_state(transformer: DiffusionTransformer, rules: ZeroRules) -> State:
     """Return what a rank keeps from step to step, after the first one."""
     part = rules.partition(num_trained(transformer))
@@ -105,9 +90,8 @@ def lasting_state(transformer: DiffusionTransformer, rules: ZeroRules) -> State:
         matrices = sum(p.numel() for p in muon_matrices(transformer))
         moments -= rules.partition(matrices) * _FLOAT32
     average = DEVICE_BYTES if rules.has_host_ema else numel * _FLOAT32
-    parameters = num_partitioned(transformer)
-    if rules.stage == 3:
-        parameters = rules.partition(parameters)
+    parameters = sum(p.numel() for p in transformer.parameters())
+    parameters = rules.partition(parameters) if rules.stage == 3 else parameters
     # Position tables, and weights of 8 bits; those in host memory have slots on the device.
     buffers, source = sum(b.nbytes for b in transformer.buffers()), transformer.block_source
     slots = waiting = 0
@@ -130,9 +114,7 @@ class Gradients:
     held, buffers: now. Micro-batches before the last one left their sum.
     """
 
-    def __init__(
-        self, transformer: DiffusionTransformer, rules: ZeroRules, num_trained: int
-    ) -> None:
+    def __init__(self, transformer: DiffusionTransformer, rules: ZeroRules) -> None:
         self.rules, self.held, self.buffers = rules, 0, 0
         self._waiting = self._reduced = 0  # elements that wait for a reduction, and that had one
         moments = "8bit" if rules.has_8bit_moments else "fp32"
@@ -140,13 +122,14 @@ class Gradients:
         groups = order_by_blocks(groups, transformer, rules.section, rules.data_size)
         # Elements of the optimizer's parameter groups, in the order of the backward pass.
         self._groups = [sum(p.numel() for p in group["params"]) for group in reversed(groups)]
-        part, self._number = rules.partition(num_trained), rules.weight_bytes
+        part, self._number = rules.partition(sum(self._groups)), rules.weight_bytes
         self._flat = part * rules.sum_bytes
         # Whether every gradient stays until the end of the step.
         self._stays = rules.stage == 1 and not rules.overlaps
         if rules.stage == 3:
             # An estimate: DeepSpeed keeps weights that are used again soon, those of the last blocks here.
-            gathered = min(num_partitioned(transformer), _LIVE_PARAMETERS)
+            numel = sum(p.numel() for p in transformer.parameters())
+            gathered = min(numel, _LIVE_PARAMETERS)
             self.held = part * max(self._number, rules.sum_bytes)
             self.buffers = (rules.bucket + gathered) * self._number
         elif not self._stays:

@@ -21,7 +21,7 @@ from jinja2 import StrictUndefined, Template
 
 from cogfast.config.components import own_objective
 from cogfast.core.json_files import brief, read_limited
-from cogfast.core.values import OF_TEXTS, counted, printable
+from cogfast.core.values import OF_TEXTS, counted, printable, select
 from cogfast.extensions.formats.adapters import adapters_of
 from cogfast.extensions.formats.convert import convert
 from cogfast.extensions.formats.image_scale import difference_of_run
@@ -78,9 +78,8 @@ def publish(path: Path, repo: str, is_dry_run: bool = False, is_private: bool | 
             info = api.upload_folder(repo_id=repo, folder_path=folder, commit_message=text)
         # The client has many types of exceptions, and its HTTP library has more.
         except Exception as error:
-            raise RuntimeError(
-                f"{repo} is not published ({brief(str(error))}); cogfast publish sends what is missing"
-            ) from error
+            text = f"{repo} is not published ({brief(str(error))}); cogfast publish sends what is missing"
+            raise RuntimeError(text) from error
     return str(info.repo_url)
 
 
@@ -108,9 +107,8 @@ def warn_of_missing_token(args: TrainKeys) -> None:
 def write_files(checkpoint: Path, repo: str, folder: Path) -> Path:
     """Write what is published of a checkpoint into a new folder, and return it."""
     manifest, record = read_manifest(checkpoint), read_run(run_of(checkpoint))
-    config = manifest.get("config") or {}
-    args, data = config.get("args") or {}, (config.get("data") or {}).get("params") or {}
-    model = config.get("model") or {}
+    sections = ("config.args", "config.data.params", "config.model")
+    args, data, model = (select(manifest, key) or {} for key in sections)
     if own := own_objective(model):
         text = f"{checkpoint} was {own}, so that the card's code would sample wrong videos"
         raise ValueError(f"{text}; publish what cogfast convert writes with code that samples it")
@@ -122,8 +120,7 @@ def write_files(checkpoint: Path, repo: str, folder: Path) -> Path:
     dtype = "bfloat16" if args.get("bf16") else "float16" if args.get("fp16") else "float32"
     to = "diffusers" if adapters is None else "peft"
     convert(checkpoint, target, to, ema, dtype=dtype if adapters is None else None)
-    facts = source.facts
-    inputs = conditions_of_run(model)
+    facts, inputs = source.facts, conditions_of_run(model)
     is_i2v, is_control = inputs == ["image"], inputs == ["control"]
     tag = "image" if {"image", "frames"} & set(inputs) else "video" if inputs else "text"
     is_rotary = facts["position"] == "rotary"
@@ -219,8 +216,7 @@ def _base_id(load: str, member: str | None) -> str | None:
 
     member: the published model; None: the base is derived from one, such as a control model.
     """
-    cached = _CACHED.search(load)
-    if cached is not None:
+    if cached := _CACHED.search(load):
         return f"{cached[1]}/{cached[2]}"
     if load and is_hub_id(load):
         return load

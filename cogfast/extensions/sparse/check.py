@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 
-from cogfast.core.values import KeyProblem
 from cogfast.distributed.parallelize import run_without_dynamo
 from cogfast.distributed.process_groups import ProcessGroups
 from cogfast.extensions.sparse.attention import BLOCK, Blocks, attended_keys, sparse_attention
@@ -39,45 +38,34 @@ def follow_weights(args: TrainKeys, loras: Iterable[str] = ()) -> tuple[dict[str
     if args.attention is not None:
         return {}, ""
     for path in filter(None, (args.load, args.load_lora, *loras)):
-        stored = _stored_attention(Path(path))
+        checkpoint, folder = find_run_checkpoint(Path(path)), Path(path).parent
+        if checkpoint is None and (folder / "manifest.json").is_file():
+            checkpoint = folder  # of files for diffusers in a checkpoint
+        stored = None if checkpoint is None else read_manifest(checkpoint).get("attention")
         if stored not in (None, "dense"):
-            logger.info(
-                "attention: %s, as %s was trained; args.attention overrides it", stored, path
-            )
+            text = "attention: %s, as %s was trained; args.attention overrides it"
+            logger.info(text, stored, path)
             return {_KEY: stored}, str(path)
     return {}, ""
 
 
-def _stored_attention(weights: Path) -> str | None:
-    """Return the args.attention with which a run trained weights; None if no run of cogfast saved them."""
-    checkpoint = find_run_checkpoint(weights)
-    if checkpoint is None and (weights.parent / "manifest.json").is_file():
-        checkpoint = weights.parent  # of files for diffusers in a checkpoint
-    return None if checkpoint is None else read_manifest(checkpoint).get("attention")
-
-
 def check_sparse(
-    args: TrainKeys,
-    model: TransformerConfig,
-    data: Mapping[str, Any],
-    is_training: bool = False,
+    args: TrainKeys, model: TransformerConfig, data: Mapping[str, Any], is_training: bool = False
 ) -> None:
     """Check that args.attention can run here, in training at the size of the data (the data set's arguments).
 
     Raises ValueError if it cannot.
     """
     share, named = args.sparse_share, f"{_KEY}={args.attention}"
+    warmup = f"args.sparse_warmup={args.sparse_warmup}"
     if is_training and args.sparse_warmup and share is None:
-        text = f"args.sparse_warmup={args.sparse_warmup} needs args.attention=sparse:SHARE; set it"
-        raise args.problem("sparse_warmup", f"{text}, or args.sparse_warmup=0")
+        text = f"{warmup} needs args.attention=sparse:SHARE; set it, or args.sparse_warmup=0"
+        raise args.problem("sparse_warmup", text)
     if share is None:
         return
     if is_training and args.compile and args.sparse_warmup:
-        text = (
-            f"args.sparse_warmup={args.sparse_warmup} changes blocks that args.compile=true would "
-        )
-        text += "compile again for each number of kept blocks; set one of the two to its default"
-        raise args.problem("sparse_warmup", text)
+        text = f"{warmup} changes blocks that args.compile=true would compile again for each number of kept "
+        raise args.problem("sparse_warmup", f"{text}blocks; set one of the two to its default")
     lengths = {size.num_tokens(model) for size in bucket_sizes(data, model)}
     if is_training and args.compile and len(lengths) > _MOST_COMPILED:
         text = f"args.compile=true compiles blocks again for each of {len(lengths)} lengths of the buckets with "
@@ -91,25 +79,20 @@ def check_sparse(
         raise args.problem("attention_backend", f"{text}; set it to auto")
     if not torch.cuda.is_available():
         return
-    width = model.head_width
-    if width not in _WIDTHS:
-        text = f"{named} takes head widths that are multiples of 16 up to 256, not {width}"
-        raise KeyProblem(_KEY, f"{text}; set {_KEY}=dense")
-    device = int(os.environ.get("LOCAL_RANK", "0"))
+    dense = f"set {_KEY}=dense"
+    if (width := model.head_width) not in _WIDTHS:
+        text = f"{named} takes head widths that are multiples of 16 up to 256, not {width}; {dense}"
+        raise args.problem("attention", text)
     least = (9, 0) if args.attention_backend == "fa4" else (8, 0)
-    capability = torch.cuda.get_device_capability(device)
+    capability = torch.cuda.get_device_capability(int(os.environ.get("LOCAL_RANK", "0")))
     if capability < least:
         here, needed = (".".join(map(str, x)) for x in (capability, least))
-        text = f"{named} needs a GPU of compute capability {needed}, this is {here}"
-        raise KeyProblem(_KEY, f"{text}; set {_KEY}=dense")
+        text = f"{named} needs a GPU of compute capability {needed}, this is {here}; {dense}"
+        raise args.problem("attention", text)
     tokens = largest_size(data, model).num_tokens(model) - model.text_length
     if is_training and tokens < _LEAST_TOKENS:
-        text = (
-            f"{named} gains nothing below {_LEAST_TOKENS:,} video tokens, and the largest clip has "
-        )
-        raise KeyProblem(
-            _KEY, f"{text}{tokens:,} (blocks have {BLOCK}); set {_KEY}=dense, or longer clips"
-        )
+        text = f"{named} gains nothing below {_LEAST_TOKENS:,} video tokens, and the largest clip has {tokens:,}"
+        raise args.problem("attention", f"{text} (blocks have {BLOCK}); {dense}, or longer clips")
 
 
 def choose_attention(
@@ -141,7 +124,8 @@ def choose_attention(
         error = groups.on_main(lambda: sparse_error(shape, text, share, args, groups.device))
         if error is not None:
             named = f"{_KEY}={chosen} gives wrong numbers here by args.attention_backend="
-            raise KeyProblem(_KEY, f"{named}{args.attention_backend}: {error}; set {_KEY}=dense")
+            why = f"{named}{args.attention_backend}: {error}; set {_KEY}=dense"
+            raise args.problem("attention", why)
     return chosen
 
 

@@ -51,11 +51,9 @@ def block_means_kernel(
 @jit
 def _list_chosen(indices_ptr, counts_ptr, chosen, is_block, column):
     """Write the chosen columns [N_BLOCK] in ascending order, then the others, and their count."""
-    count = tl.sum(chosen.to(tl.int32), 0)
-    others = is_block & (chosen == 0)
-    place = tl.where(
-        chosen, tl.cumsum(chosen.to(tl.int32), 0), count + tl.cumsum(others.to(tl.int32), 0)
-    )
+    taken, others = chosen.to(tl.int32), (is_block & (chosen == 0)).to(tl.int32)
+    count = tl.sum(taken, 0)
+    place = tl.where(chosen, tl.cumsum(taken, 0), count + tl.cumsum(others, 0))
     tl.store(indices_ptr + place - 1, column, mask=is_block)
     tl.store(counts_ptr, count)
 

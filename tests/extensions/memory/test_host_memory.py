@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from cogfast.core.shapes import PatchSize
 from cogfast.core.slot_random import SlotRandom
 from cogfast.extensions.memory.host_memory import HostWeights
-from cogfast.extensions.plan.memory import GIB, host_parts
+from cogfast.extensions.plan.memory import GIB
 from cogfast.train.encode import Encoder
 from cogfast.train.frozen_encoders import EncodeOverrides
 from tests.extensions.plan.test_memory import CACHED, plan_of
@@ -106,5 +106,5 @@ def test_the_plan_has_encoders_in_their_own_phases_alone() -> None:
         assert parts["encoding captions"]["encoders"] == t5 > 8 * GIB
         clips = "decoding" if given is words else "encoding clips"
         assert parts[clips]["encoders"] == vae
-        assert host_parts(offloaded.setup, offloaded.policies)["encoders"] == t5 + vae
-        assert host_parts(plain.setup, plain.policies)["encoders"] == 0
+        assert offloaded.setup.host_parts(offloaded.policies)["encoders"] == t5 + vae
+        assert plain.setup.host_parts(plain.policies)["encoders"] == 0

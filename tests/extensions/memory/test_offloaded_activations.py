@@ -13,7 +13,7 @@ from torch import Tensor
 
 from cogfast.extensions.memory import offloaded_activations
 from cogfast.extensions.memory.offloaded_activations import NUM_RESIDENT, OffloadedActivations
-from cogfast.extensions.plan.memory import choose_policies, host_parts, setup_of, training_phase
+from cogfast.extensions.plan.memory import choose_policies, setup_of, training_phase
 from cogfast.model.lora import is_lora_parameter
 from cogfast.model.transformer import DiffusionTransformer
 from cogfast.train.activation_checkpointing import Policy, apply_policies
@@ -176,10 +176,10 @@ def test_the_plan_has_two_blocks_on_the_device_and_the_others_on_the_host(run: R
     setup = replace(plain, offloads=True)
     for name in POLICIES:
         kept, policies = setup.block(1, name).kept, [name] * LAYERS
-        assert host_parts(setup, policies)["activations"] == 3 * kept
+        assert setup.host_parts(policies)["activations"] == 3 * kept
         less = training_phase(plain, policies).total - training_phase(setup, policies).total
         assert less == pytest.approx(3 * kept, rel=0.01)
-    assert host_parts(plain, EVERYWHERE)["activations"] == 0
+    assert plain.host_parts(EVERYWHERE)["activations"] == 0
     assert set(choose_policies(setup, 10**15)) == {"attention_kept"}
 
 

@@ -21,9 +21,6 @@ from cogfast.extensions.plan.memory import (
     GIB,
     MARGIN,
     Setup,
-    base_parts,
-    gap_bytes,
-    host_parts,
     plan_memory,
     setup_of,
     training_phase,
@@ -164,10 +161,10 @@ def test_the_plan_counts_what_waits_in_host_memory() -> None:
     plan = plan_memory(setup_of(config.run, config.run.args, 1), None)
     m = 3072  # width; qkv, output, fc1, fc2 and the modulation of a block
     linears = m * 3 * m + m * m + 2 * m * 4 * m + 512 * 12 * m
-    assert host_parts(plan.setup, plan.policies)["blocks"] == 42 * 2 * linears
+    assert plan.setup.host_parts(plan.policies)["blocks"] == 42 * 2 * linears
     full = run_of(FILES[0], FILES[2]).config(*words[:2], "args.ema_device=cpu")
     plan = plan_memory(setup_of(full.run, full.run.args, 1), None)
-    parts = host_parts(plan.setup, plan.policies)
+    parts = plan.setup.host_parts(plan.policies)
     assert parts["EMA"] == 4 * num_trained(plan.setup.transformer) and parts["blocks"] == 0
 
 
@@ -268,7 +265,7 @@ def test_auto_keeps_the_most_that_fits(kind: str, monkeypatch: pytest.MonkeyPatc
     groups: Any = OtherRanks()
     for i in steps[::3]:
         # The workspaces of the plan are not among the ops.
-        free = (peaks[i] + peaks[i + 1]) // 2 + sum(base_parts(setup).values()) - held
+        free = (peaks[i] + peaks[i + 1]) // 2 + sum(setup.base_parts().values()) - held
         total = int((held + free) / (1 - MARGIN))
         memory = (total - held, total)
         monkeypatch.setattr(ladder, "free_memory", lambda device, memory=memory: memory)
@@ -307,8 +304,8 @@ def test_a_run_has_the_same_losses_under_each_policy(
         if choice == "auto":  # memory for one layer's worth of a rung
             config = one.config()
             setup = setup_of(config.run, config.run.args, 1)
-            lasting = sum(base_parts(setup).values())
-            needed = training_phase(setup, chosen).total - lasting + gap_bytes(setup)
+            lasting = sum(setup.base_parts().values())
+            needed = training_phase(setup, chosen).total - lasting + setup.gap_bytes
             memory = int(needed / (1 - MARGIN)) + 2
             with_memory(memory)
         done = one.train(steps=3)

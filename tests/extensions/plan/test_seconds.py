@@ -131,7 +131,7 @@ def test_a_step_is_the_sum_of_its_parts() -> None:
     assert step.matmul >= 3 * flops_of(work, "matmul")
     backward = 2 * flops_of(work, "attention backward")
     assert step.attention == pytest.approx(3 * (flops_of(work, "attention") + backward))
-    assert step.communication == step.transfers == 0
+    assert step.links.exposed == step.transfers == 0
     assert step.seconds == step.matmul + step.attention + step.memory_bound
     assert step.samples_per_second == pytest.approx(3 * 2 / step.seconds)
 
@@ -162,7 +162,7 @@ def test_gradients_hide_behind_the_backward_pass_except_the_last_bucket() -> Non
         setup = replace(plan.setup, rules=replace(plan.setup.rules, **rules))
         step = predict_step(replace(plan, setup=setup), H100)
         assert step is not None
-        return step.communication
+        return step.links.exposed
 
     assert predicted() == pytest.approx(sum(seconds))
     assert predicted(overlaps=True) == pytest.approx(sum(seconds))  # one bucket holds all
@@ -174,7 +174,7 @@ def test_links_between_machines_are_slower() -> None:
         predict_step(plan_of("all weights", "none", data_size=size), H100) for size in (8, 64)
     )
     assert inside is not None and across is not None
-    assert across.communication == pytest.approx(inside.communication * 63 / 64 * 8 / 7)
+    assert across.links.exposed == pytest.approx(inside.links.exposed * 63 / 64 * 8 / 7)
 
 
 def test_copies_between_host_and_gpu_hide_behind_computation() -> None:
