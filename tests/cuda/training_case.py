@@ -24,7 +24,7 @@ from cogfast.config import Config
 from cogfast.extensions.plan.memory import GIB, plan_memory, setup_of
 from cogfast.extensions.sparse import check as sparse_check
 from cogfast.kernels import torch_library
-from cogfast.train import assembly, trainer
+from cogfast.train import assembly, phases, trainer
 from cogfast.train.trainer import Trainer
 from cogfast.train.watchers.nonfinite import NonfiniteCheck
 from cogfast.train.watchers.watcher import Watchers
