@@ -74,18 +74,11 @@ def _find(
     folder = args.latent_cache
     sources = Sources(folder)
     specs = specs_of(every[0].settings)
-    changed = [
-        name
-        for v in every
-        for name in sources.changed(source_files(v, used_samples(v)), v.settings.trust_index)
-    ]
-    keys = [
-        {
-            name: PackedStrings(sample_key(one, i, sources) for i in range(len(v)))
-            for name, one in v.encoded.items()
-        }
-        for v in every
-    ]
+    changed: list[str] = []
+    for v in every:
+        changed += sources.changed(source_files(v, used_samples(v)), v.settings.trust_index)
+    keys_of = lambda one: PackedStrings(sample_key(one, i, sources) for i in range(len(one)))
+    keys = [{name: keys_of(one) for name, one in v.encoded.items()} for v in every]
     used = [(number, i) for number, v in enumerate(every) for i in used_samples(v)]
     clips = [tuple(of_one[i] for of_one in keys[number].values()) for number, i in used]
     texts = [hash_text(every[number].captions[i]) for number, i in used]
