@@ -16,6 +16,7 @@ import os
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from itertools import compress
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, NotRequired, Protocol, TypedDict
 
@@ -29,7 +30,7 @@ from cogfast.core.values import Range, counted, cut
 from cogfast.data.bad_samples import BadSample
 from cogfast.data.global_order import GlobalOrder
 from cogfast.data.sources.arrays import KEY, Shapes, checked_shapes, open_array, values_of
-from cogfast.data.sources.clip_list import FIND, ClipList, PackedStrings, join
+from cogfast.data.sources.clip_list import FIND, ClipList, PackedStrings, join, place_of
 from cogfast.data.sources.folders import (
     ADD_CAPTIONS,
     DataDir,
@@ -157,10 +158,10 @@ class CaptionedVideos(Dataset):
         clips = self.clips
         total = len(clips) if clips.weights is None else float(clips.weights.sum())
         if len(clips) and not 0 < total < _LONGEST_EPOCH:
+            text = f"the weights of {counted(len(clips), 'sample')} add up to {total:g}, the length of an epoch, "
+            text += f"which must be above 0 and below {_LONGEST_EPOCH}"
             raise ValueError(
-                f"the weights of {counted(len(clips), 'sample')} add up to {total:g}, the length of an "
-                f"epoch, which must be above 0 and below {_LONGEST_EPOCH}; change "
-                "args.train_data_weights or the manifest's column weight"
+                f"{text}; change args.train_data_weights or the manifest's column weight"
             )
         times = self.settings.batches
         return GlobalOrder(len(clips), seed, global_batch, clips.weights, clips.buckets, times)
@@ -216,9 +217,8 @@ class CaptionedVideos(Dataset):
 
         def copy(index: int) -> None:
             for one in lists:
-                file, member, _ = one.files[index].partition(MEMBER)
-                part = one.places[index].tolist() if member and one.places is not None else None
-                self.clips.fetch(file, part and tuple(part))
+                file, part = one.files[index], place_of(one, index)
+                self.clips.fetch(file.partition(MEMBER)[0] if part else file, part)
 
         list(store.in_threads(copy, indices))
 
@@ -233,25 +233,23 @@ class CaptionedVideos(Dataset):
 
     def read_tensors(self, index: int, are_headers_enough: bool = False) -> dict[str, Tensor]:
         """Read the tensors of a sample, float32, by name. are_headers_enough: only check them."""
-        files = {
-            n: (one.files[index], one.shape)
-            for n, one in self.clips.others.items()
+        found = {}
+        for name, one in self.clips.others.items():
+            file = one.files[index]
             # In a store a header would be a request for each sample.
-            if one.shape and not (are_headers_enough and store.is_url(one.files[index]))
-        }
-        arrays = {name: open_array(name, *one, self.clips.local) for name, one in files.items()}
-        values = {} if are_headers_enough else arrays
-        return {name: values_of(array, name, files[name][0]) for name, array in values.items()}
+            if one.shape and not (are_headers_enough and store.is_url(file)):
+                array = open_array(name, file, one.shape, self.clips.local)
+                found |= {} if are_headers_enough else {name: values_of(array, name, file)}
+        return found
 
     def _decode(self, index: int, settings: ClipSettings) -> tuple[Tensor, Selection]:
         """Read the clip of a sample, uint8 [F, 3, H, W], and which frames of its file it has."""
         clips, file = self.clips, self.clips.files[index]
         span = None if clips.spans is None else tuple(clips.spans[index])
-        if clips.places is None or clips.places[index, 0] < 0:
+        if (place := place_of(clips, index)) is None:
             return read_clip(clips.local(file), settings, span)
         # Video libraries take paths, so the member's bytes get a temporary one.
-        data = read_member(clips, file, *clips.places[index].tolist())
-        with named_bytes(data, os.path.splitext(file)[1]) as path:
+        with named_bytes(read_member(clips, file, *place), os.path.splitext(file)[1]) as path:
             return read_clip(path, settings, span)
 
     def _read(self, index: int) -> Sample:
@@ -424,36 +422,30 @@ class VideoFolder(ListedVideos):
 
     def find(self, data_dir: DataDir, allow_empty_captions: bool) -> list[ClipList]:
         lists, missing, empty = [], [], []
-        for folder in data_folders(data_dir):
+        for folder in (folders := data_folders(data_dir)):
             files = list_files(folder)
             found = find_videos(files, folder, self.has_pictures)
             if not found:
                 more = table_hint(folder) or in_place_of_videos(files)
                 what = "no .mp4 file and no picture" if self.has_pictures else "no .mp4 file"
                 raise SourceError(f"{folder}: {what} in it{more}")
+            labels, captions, has_more = zip(*read_labels(found, folder, files), strict=True)
+            pairs = [*zip(labels, captions, strict=True)]
+            missing += [
+                sat_label(p) for p, label in zip(found, labels, strict=True) if label is None
+            ]
+            empty += [label for label, caption in pairs if label is not None and not caption]
             versions = Versions({path: about for path in found if (about := files[path])})
-            captions, longer = [], []
-            labels = read_labels(found, folder, files)
-            for path, (label, caption, has_more) in zip(found, labels, strict=True):
-                captions.append(caption)
-                # SAT reads the first line only; a longer file may be meant otherwise.
-                if has_more:
-                    longer.append(label)
-                if label is None:
-                    missing.append(sat_label(path))
-                elif not caption:
-                    empty.append(label)
-            columns = [PackedStrings(texts) for texts in (found, captions)]
-            lists.append(ClipList(files=columns[0], captions=columns[1], versions=versions))
-            if longer:
+            columns = {"files": PackedStrings(found), "captions": PackedStrings(captions)}
+            lists.append(ClipList(**columns, versions=versions))
+            # SAT reads the first line only; a longer file may be meant otherwise.
+            if longer := [*compress(labels, has_more)]:
                 number = counted(len(longer), "label file")
                 text = "%s: only the first line is read of %s with several lines: %s"
                 logger.warning(text, folder, number, named(longer))
         if not allow_empty_captions:
-            number = sum(map(len, lists))
-            hints = {table_hint(folder) for folder in data_folders(data_dir)}
-            fix = ADD_CAPTIONS + "".join(sorted(hints))
-            refuse_samples(missing, number, "videos without a label file", fix)
+            number, fix = sum(map(len, lists)), "".join(sorted({*map(table_hint, folders)}))
+            refuse_samples(missing, number, "videos without a label file", ADD_CAPTIONS + fix)
             what = "label files without a caption in the first line"
             refuse_samples(empty, number, what, ADD_CAPTIONS)
         return lists
@@ -504,10 +496,8 @@ class VideoList(ListedVideos):
 
     def find(self, data_dir: DataDir, allow_empty_captions: bool) -> list[ClipList]:
         columns = {"video_column": self.video_column, "caption_column": self.caption_column}
-        if self.image_column is not None:
-            columns["image_column"] = self.image_column
-        others = {"control_column": self.control_column, "mask_column": self.mask_column}
-        lists = []
+        columns |= {} if self.image_column is None else {"image_column": self.image_column}
+        others, lists = {"control_column": self.control_column, "mask_column": self.mask_column}, []
         for folder in data_folders(data_dir):
             files = {key: store.join(folder, name) for key, name in (columns | others).items()}
             files = {k: f for k, f in files.items() if k in columns or store.exists(f)}

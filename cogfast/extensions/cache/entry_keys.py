@@ -15,6 +15,7 @@ import numpy as np
 from cogfast.core.addresses import distinct, is_url
 from cogfast.core.files import WriteError, open_regular
 from cogfast.data.datasets import CaptionedVideos
+from cogfast.data.sources.clip_list import place_of
 from cogfast.data.sources.file_index import FileIndex, to_lines
 from cogfast.extensions.stores import store
 from cogfast.extensions.tar.tar_shards import MEMBER
@@ -47,8 +48,7 @@ def source_files(videos: CaptionedVideos, indices: Sequence[int]) -> Files:
     """Return the files that samples are read from: a video each, and images and controls of their own."""
     clips, found = videos.clips, {}
     for index in indices:
-        place = (-1, -1) if clips.places is None else tuple(clips.places[index].tolist())
-        found[clips.files[index]] = () if place[0] < 0 else place
+        found[clips.files[index]] = place_of(clips, index) or ()
         if clips.images is not None and clips.images[index]:
             found[clips.images[index]] = ()
     for name, other in videos.encoded.items():
