@@ -136,8 +136,5 @@ class BadSampleLog:
         if is_hopeless and not is_above:
             above = f" ({own_bad} of the {own_tried} that one rank has read so far)"
         where = "" if self.file is None else f" (all in {self.file})"
-        raise ValueError(
-            f"{num_bad}/{self.num_samples} videos unreadable{above}, "
-            f"args.max_bad_fraction={self.max_bad_fraction:g}; repair or remove them, or raise it; "
-            f"first: {named}{where}"
-        )
+        text = f"{num_bad}/{self.num_samples} videos unreadable{above}, args.max_bad_fraction={self.max_bad_fraction:g}"
+        raise ValueError(f"{text}; repair or remove them, or raise it; first: {named}{where}")

@@ -116,10 +116,12 @@ class BatchLoader(Iterator[Batch], AbstractContextManager["BatchLoader"]):
                 # First, because its message has the number of bad samples and the file that lists them.
                 self.bad_samples.check((len(self._bad), sum(self._tried)))
                 if batch.pop("unfilled", False):
-                    path, reason = batch["bad"][-1]
+                    last = "{}: {}".format(*batch["bad"][-1])
+                    text = (
+                        f"step {batch['step']}: none of {len(batch['bad'])} samples could be read"
+                    )
                     raise ValueError(
-                        f"step {batch['step']}: none of {len(batch['bad'])} samples could be read; "
-                        f"repair the files under args.train_data; last: {path}: {reason}"
+                        f"{text}; repair the files under args.train_data; last: {last}"
                     )
             except ValueError:
                 self.close()

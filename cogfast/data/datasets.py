@@ -29,24 +29,10 @@ import cogfast.extensions.stores.store as store
 from cogfast.core.values import Range, counted, cut
 from cogfast.data.bad_samples import BadSample
 from cogfast.data.global_order import GlobalOrder
+from cogfast.data.sources import folders
 from cogfast.data.sources.arrays import KEY, Shapes, checked_shapes, open_array, values_of
 from cogfast.data.sources.clip_list import FIND, ClipList, PackedStrings, join, place_of
-from cogfast.data.sources.folders import (
-    ADD_CAPTIONS,
-    DataDir,
-    SourceError,
-    data_folders,
-    data_sources,
-    find_videos,
-    in_place_of_videos,
-    is_picture,
-    list_files,
-    named,
-    no_source,
-    read_labels,
-    refuse_samples,
-    sat_label,
-)
+from cogfast.data.sources.folders import ADD_CAPTIONS, DataDir, SourceError, refuse_samples
 from cogfast.data.sources.lists import read_lists
 from cogfast.data.sources.manifest import is_manifest, manifest_of, read_manifest, table_hint
 from cogfast.data.video.clip import (
@@ -289,7 +275,7 @@ class CaptionedVideos(Dataset):
             # Only masks may be missing: the whole clip is within such a mask.
             return torch.ones(shape, dtype=torch.uint8)[:, :1]
         try:
-            if name == "mask" and is_picture(file):  # that of all frames
+            if name == "mask" and folders.is_picture(file):  # that of all frames
                 one = settings.for_bucket(Bucket(1, *settings.video_size))
                 video, own = videos._decode(index, one)[0].expand(shape), None
             else:
@@ -397,7 +383,7 @@ class ListedVideos(CaptionedVideos, ABC):
 def _missing_folder(key: str, source: str) -> str | None:
     is_table = is_manifest(source)
     if source.startswith("http") and not is_table:
-        return no_source(key, "folder", source)
+        return folders.no_source(key, "folder", source)
     if store.is_url(source) and not is_table:
         found = store.list_folder(source)
         is_file, is_folder = [*found] == [source], bool(found)
@@ -408,7 +394,7 @@ def _missing_folder(key: str, source: str) -> str | None:
         fix = "set data.target=cogfast.data.datasets.VideoManifest, which reads it"
         fix = fix if is_table else "a manifest (.csv, .jsonl or .json)"
         return f"{key}: {cut(source, 160)} is a file; give folders of videos, or {fix}"
-    return None if is_folder else no_source(key, "file" if is_table else "folder", source)
+    return None if is_folder else folders.no_source(key, "file" if is_table else "folder", source)
 
 
 class VideoFolder(ListedVideos):
@@ -422,19 +408,20 @@ class VideoFolder(ListedVideos):
 
     def find(self, data_dir: DataDir, allow_empty_captions: bool) -> list[ClipList]:
         lists, missing, empty = [], [], []
-        for folder in (folders := data_folders(data_dir)):
-            files = list_files(folder)
-            found = find_videos(files, folder, self.has_pictures)
+        for folder in (dirs := folders.data_folders(data_dir)):
+            files = folders.list_files(folder)
+            found = folders.find_videos(files, folder, self.has_pictures)
             if not found:
-                more = table_hint(folder) or in_place_of_videos(files)
+                more = table_hint(folder) or folders.in_place_of_videos(files)
                 what = "no .mp4 file and no picture" if self.has_pictures else "no .mp4 file"
                 raise SourceError(f"{folder}: {what} in it{more}")
-            labels, captions, has_more = zip(*read_labels(found, folder, files), strict=True)
-            pairs = [*zip(labels, captions, strict=True)]
-            missing += [
-                sat_label(p) for p, label in zip(found, labels, strict=True) if label is None
-            ]
-            empty += [label for label, caption in pairs if label is not None and not caption]
+            each = folders.read_labels(found, folder, files)
+            labels, captions, has_more = zip(*each, strict=True)
+            for path, label, caption in zip(found, labels, captions, strict=True):
+                if label is None:
+                    missing.append(folders.sat_label(path))
+                elif not caption:
+                    empty.append(label)
             versions = Versions({path: about for path in found if (about := files[path])})
             columns = {"files": PackedStrings(found), "captions": PackedStrings(captions)}
             lists.append(ClipList(**columns, versions=versions))
@@ -442,9 +429,9 @@ class VideoFolder(ListedVideos):
             if longer := [*compress(labels, has_more)]:
                 number = counted(len(longer), "label file")
                 text = "%s: only the first line is read of %s with several lines: %s"
-                logger.warning(text, folder, number, named(longer))
+                logger.warning(text, folder, number, folders.named(longer))
         if not allow_empty_captions:
-            number, fix = sum(map(len, lists)), "".join(sorted({*map(table_hint, folders)}))
+            number, fix = sum(map(len, lists)), "".join(sorted({*map(table_hint, dirs)}))
             refuse_samples(missing, number, "videos without a label file", ADD_CAPTIONS + fix)
             what = "label files without a caption in the first line"
             refuse_samples(empty, number, what, ADD_CAPTIONS)
@@ -465,11 +452,11 @@ class VideoManifest(ListedVideos):
             return f"{key}={error}"
         except ValueError as error:
             return f"{key}: {error}"
-        return None if is_there else no_source(key, "file", source)
+        return None if is_there else folders.no_source(key, "file", source)
 
     def find(self, data_dir: DataDir, allow_empty_captions: bool) -> list[ClipList]:
         given = (allow_empty_captions, self.has_pictures, checked_shapes(self.tensors))
-        return [read_manifest(file, *given) for file in data_sources(data_dir)]
+        return [read_manifest(file, *given) for file in folders.data_sources(data_dir)]
 
 
 @dataclass(eq=False, repr=False)
@@ -498,7 +485,7 @@ class VideoList(ListedVideos):
         columns = {"video_column": self.video_column, "caption_column": self.caption_column}
         columns |= {} if self.image_column is None else {"image_column": self.image_column}
         others, lists = {"control_column": self.control_column, "mask_column": self.mask_column}, []
-        for folder in data_folders(data_dir):
+        for folder in folders.data_folders(data_dir):
             files = {key: store.join(folder, name) for key, name in (columns | others).items()}
             files = {k: f for k, f in files.items() if k in columns or store.exists(f)}
             lists.append(read_lists(files, allow_empty_captions))
@@ -532,7 +519,7 @@ class VideoShards(ListedVideos):
 
     def find(self, data_dir: DataDir, allow_empty_captions: bool) -> list[ClipList]:
         lists = []
-        for source in data_sources(data_dir):
+        for source in folders.data_sources(data_dir):
             shards = [shard for name in _folders(source) for shard in shards_of(name)]
             lists.append(list_shards(shards, self.caption_key, self.has_pictures))
         if not allow_empty_captions:
@@ -545,13 +532,12 @@ class VideoShards(ListedVideos):
 
 def _folders(source: str) -> list[str]:
     """Expand SAT's notation: pattern;A,B*2 -> pattern, A, B, B."""
-    pattern, semicolon, folders = source.partition(";")
+    pattern, semicolon, listed = source.partition(";")
     names = [pattern] if pattern else []
-    for folder in folders.split(",") if semicolon else []:
+    for folder in listed.split(",") if semicolon else []:
         name, star, times = folder.partition("*")
         if not (store.is_url(name) or Path(name).is_dir()) or (star and not times.isdigit()):
-            raise SourceError(
-                f"{source}: no folder {folder}; write folders after ; as A,B*2 (B is read twice)"
-            )
+            fix = "write folders after ; as A,B*2 (B is read twice)"
+            raise SourceError(f"{source}: no folder {folder}; {fix}")
         names += [name] * (int(times) if star else 1)
     return names

@@ -26,7 +26,8 @@ from cogfast.data.bad_samples import BadSample
 from cogfast.data.clip_notes import NOTES
 from cogfast.data.sources.clip_list import ClipList, place_of
 from cogfast.data.sources.file_index import FileIndex, to_lines, user_index
-from cogfast.data.video.file import (
+from cogfast.data.video.picture import holds_picture, picture_size
+from cogfast.data.video.reader import (
     MAX_FRAMES,
     check_file,
     check_sides,
@@ -36,7 +37,6 @@ from cogfast.data.video.file import (
     open_container,
     video_stream,
 )
-from cogfast.data.video.picture import holds_picture, picture_size
 from cogfast.extensions.stores.store import StoreError
 from cogfast.extensions.tar.tar_shards import MEMBER, open_member
 

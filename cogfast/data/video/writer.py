@@ -39,10 +39,8 @@ def to_frames(video: Tensor | np.ndarray) -> np.ndarray:
     # Truncation instead of rounding would darken the video by half a level.
     pixels = video.detach().float().cpu()
     if pixels.numel() and not all(extreme.isfinite() for extreme in pixels.aminmax()):
-        raise ValueError(
-            "the video has NaN or infinite pixels: its weights are damaged, or overflow in fp16; check "
-            "them, or sample in bf16 or float32"
-        )
+        text = "the video has NaN or infinite pixels: its weights are damaged, or overflow in fp16"
+        raise ValueError(f"{text}; check them, or sample in bf16 or float32")
     return pixels.clamp(-1, 1).add(1).mul(127.5).round().to(torch.uint8).permute(1, 2, 3, 0).numpy()
 
 
@@ -108,16 +106,14 @@ def contact_sheet(
     letters = round((width - 2 * _GAP) / font.getlength("x"))  # in a line
     wrap = lambda text: textwrap.wrap(text, letters, max_lines=3, placeholder="…")
     texts = [wrap(caption) or [""] for caption in captions]
-    heights = [
-        len(lines) * _LINE + strip[0].height + 2 * _GAP
-        for lines, strip in zip(texts, strips, strict=True)
-    ]
+    pairs = [*zip(texts, strips, strict=True)]
+    heights = [len(lines) * _LINE + strip[0].height + 2 * _GAP for lines, strip in pairs]
     # Columns of equal numbers of videos: a sheet of one column would be a thread.
     number = math.ceil(len(videos) / math.ceil(len(videos) / _MOST_ROWS))
     columns = [heights[i : i + number] for i in range(0, len(heights), number)]
     sheet = Image.new("RGB", (width * len(columns), max(map(sum, columns)) + _GAP), "white")
     draw = ImageDraw.Draw(sheet)
-    for k, (lines, strip) in enumerate(zip(texts, strips, strict=True)):
+    for k, (lines, strip) in enumerate(pairs):
         left, top = k // number * width + _GAP, _GAP + sum(columns[k // number][: k % number])
         for i, line in enumerate(lines):
             draw.text((left, top + i * _LINE), line, fill="black", font=font)

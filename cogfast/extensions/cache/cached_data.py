@@ -99,7 +99,5 @@ def _find(
         why = "the folder has no cache"
     elif not why and changed:
         why = f"{counted(len(changed), 'video')} changed or moved since caching"
-    raise ValueError(
-        f"args.latent_cache={folder}: {why or 'not all are encoded'}: {num_usable} of {len(used)} "
-        "usable; run `cogfast cache` again with this configuration"
-    )
+    text = f"args.latent_cache={folder}: {why or 'not all are encoded'}: {num_usable} of {len(used)} usable"
+    raise ValueError(f"{text}; run `cogfast cache` again with this configuration")

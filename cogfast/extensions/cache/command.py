@@ -261,12 +261,10 @@ class _CacheRun:
             if before != how.mode and (there := len({*self.keys["video"]}) - len(work.missing)):
                 kept = stage.limit_encode_memory(budget, shape, [(before, True)])
                 if kept.num_bytes > budget:
-                    raise ValueError(
-                        f"args.latent_cache={self.folder} has {counted(there, 'clip')} of encode_chunks={before}, which "
-                        f"takes {kept.num_bytes / 2**30:.1f} GiB of {budget / 2**30:.1f} (args.vae_memory_gib, or the "
-                        f"free memory); free memory, set model.first_stage_config.params.encode_chunks={before} to try "
-                        f"it, or ={how.mode} to encode all clips again"
-                    )
+                    text = f"args.latent_cache={self.folder} has {counted(there, 'clip')} of encode_chunks={before}, which "
+                    text += f"takes {kept.num_bytes / 2**30:.1f} GiB of {budget / 2**30:.1f} (args.vae_memory_gib, or the "
+                    text += f"free memory); free memory, set model.first_stage_config.params.encode_chunks={before} to try "
+                    raise ValueError(f"{text}it, or ={how.mode} to encode all clips again")
                 how = kept
             work = self._missing("video", {**spec, ENCODE_CHUNKS: how.mode})
         log_plan(stage, shape, how, budget)

@@ -239,7 +239,6 @@ def check_stated(model: ModelKeys, folder: Path, family: Family) -> None:
         if model.new_channels is not None:
             return
         fix = "or add channels to the model with model.new_channels=zero"
-    raise ValueError(
-        f"args.load={folder}: its model_index.json ({kind}) tells a model with the conditions "
-        f"{_list(stated)}, the configuration has {_list(inputs)}; set model.conditions={show(list(stated))}, {fix}"
-    )
+    text = f"args.load={folder}: its model_index.json ({kind}) tells a model with the conditions {_list(stated)}, the "
+    text += f"configuration has {_list(inputs)}; set model.conditions={show(list(stated))}"
+    raise ValueError(f"{text}, {fix}")

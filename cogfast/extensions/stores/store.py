@@ -540,8 +540,7 @@ def _stat_of(url: str, about: Mapping[str, Any]) -> Stat:
     found = next((str(about[key]) for key in _VERSIONS if about.get(key)), None)
     if about["size"] is None or found is None:
         text = f"{url}: its server does not tell its size (Content-Length, without compression) or version (ETag, "
-        raise StoreError(
-            f"{text}Last-Modified); use another server; of a folder, name the files in a manifest"
-        )
+        text += "Last-Modified); use another server; of a folder, name the files in a manifest"
+        raise StoreError(text)
     version = f"{about['size']}-{found.strip(chr(34))}".encode()
     return Stat(int(about["size"]), hashlib.blake2b(version, digest_size=8).hexdigest())
