@@ -313,8 +313,7 @@ def check_size(path: Path, num_bytes: int) -> None:
     """Raise DamageError unless `path` is a regular file of that many bytes."""
     if not path.is_file():  # reading a pipe would block for ever
         raise DamageError(f"{path.name} is missing")
-    found = path.stat().st_size
-    if found != num_bytes:
+    if (found := path.stat().st_size) != num_bytes:
         raise DamageError(f"{path.name} has {found} bytes instead of {num_bytes}")
 
 

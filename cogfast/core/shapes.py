@@ -87,7 +87,6 @@ def pad_latent_frames(latents: Tensor, patch: PatchSize) -> Tensor:
     diffusers trainer pads this way (finetune/models/cogvideox_i2v/lora_trainer.py).
     """
     # -T % t is the number of frames up to the next multiple of t.
-    missing = -latents.shape[2] % patch.t
-    if missing == 0:
+    if not (missing := -latents.shape[2] % patch.t):
         return latents
     return torch.cat([latents[:, :, :1].expand(-1, -1, missing, -1, -1), latents], dim=2)

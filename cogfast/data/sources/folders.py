@@ -43,8 +43,7 @@ class SourceError(ValueError):
 
 def data_sources(data_dir: DataDir) -> list[str]:
     """Return data_dir as a list of at least one source."""
-    sources = [data_dir] if isinstance(data_dir, (str, Path)) else list(data_dir)
-    if not sources:
+    if not (sources := [data_dir] if isinstance(data_dir, (str, Path)) else list(data_dir)):
         raise ValueError("data_dir=[] must list at least one source; give a folder or file")
     return [str(source) for source in sources]
 
@@ -156,8 +155,8 @@ def label_of(path: str, folder: str, files: Mapping[str, Stat | None]) -> str | 
     if is_there(label := sat_label(path)):
         return label
     # SAT replaces "videos" everywhere, also in a parent folder such as /my_videos/.
-    below = path[len(folder.rstrip("/")) + 1 :]
-    parts = list(PurePosixPath(below).with_suffix(".txt").parts)
+    below = PurePosixPath(path[len(folder.rstrip("/")) + 1 :])
+    parts = list(below.with_suffix(".txt").parts)
     if "videos" in parts[:-1]:
         parts[len(parts) - 2 - parts[-2::-1].index("videos")] = "labels"
     elif PurePosixPath(folder).name == "videos":
@@ -178,8 +177,7 @@ def read_labels(
             files = {**files, **store.find(other)}
 
     def read(video: str) -> tuple[str | None, str, bool]:
-        label = label_of(video, folder, files)
-        if label is None:
+        if (label := label_of(video, folder, files)) is None:
             return None, "", False
         text = _LINE_END.sub("\n", text_of(label, True, files.get(label)))
         first, _, rest = text.partition("\n")

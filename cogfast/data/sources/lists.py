@@ -24,8 +24,7 @@ def read_lists(files: Mapping[str, str], allow_empty_captions: bool) -> ClipList
     if not allow_empty_captions:
         _refuse_gaps(files, raw)
     lines = {key: [line for line in texts if line] for key, texts in raw.items()}
-    videos = lines["video_column"]
-    if not videos:
+    if not (videos := lines["video_column"]):
         raise ValueError(f"{files['video_column']}: lists no video; write one path per line")
     if allow_empty_captions:
         # text_lines drops blank lines at the end, which may be empty captions.
@@ -41,8 +40,7 @@ def read_lists(files: Mapping[str, str], allow_empty_captions: bool) -> ClipList
         if file := files.get(f"{key}_column"):
             paths = [placed(store.parent(file), line, file) for line in lines[f"{key}_column"]]
             found |= store.stats(paths)
-            missing = list(compress(paths, find_missing(paths, found)))
-            if missing:
+            if missing := list(compress(paths, find_missing(paths, found))):
                 numbers = [i for i, line in enumerate(raw[f"{key}_column"], 1) if line]
                 text = (
                     f"{file}: line {numbers[paths.index(missing[0])]}: {missing[0]} does not exist "

@@ -163,12 +163,10 @@ def read_manifest(
         if end <= start:
             text = f"{where}: end={end:g} must be after start={start:g}"
             raise ValueError(f"{text}; both are seconds of the video")
-        split = _text(row.get("split"), where, "split").lower()
-        if split not in _SPLIT_NAMES:
+        if (split := _text(row.get("split"), where, "split").lower()) not in _SPLIT_NAMES:
             raise ValueError(f"{where}: split={split[:80]!r} is not known; use {', '.join(SPLITS)}")
         splits.append(_SPLIT_NAMES[split])
-        flag = str(row.get("prior") or "").strip().lower()
-        if flag not in _FLAGS:
+        if (flag := str(row.get("prior") or "").strip().lower()) not in _FLAGS:
             raise ValueError(f"{where}: prior={flag[:80]!r} must be true or false")
         prior.append(_FLAGS[flag])
         # Other tools' values of this column say something else.
@@ -182,8 +180,7 @@ def read_manifest(
         found = store.stats(name for n in texts if n != "caption" for name in texts[n])
     except store.StoreError as error:
         raise ValueError(f"{file}: {error}") from None
-    is_gone = folders.find_missing(texts["path"], found)
-    if any(is_gone):
+    if any(is_gone := folders.find_missing(texts["path"], found)):
         i = is_gone.index(True)
         first = f"{places[i]}: {texts['path'][i]}"
         text = "%s: %d of %s name a file that does not exist or is refused, first %s; correct the %s, or remove the row"
@@ -216,12 +213,11 @@ def read_manifest(
 
 def _rows_of(file: str, known: set[str]) -> Iterator[tuple[str, dict]]:
     """Yield ("line 3", or "entry 3" of a list, {name: value}) of each row. known: further columns."""
-    ending = os.path.splitext(store.without_query(file))[1].lower()
-    if ending == ".csv":
+    name = store.without_query(file).lower()
+    if name.endswith(".csv"):
         yield from _csv_rows(file, known)
         return
-    entries = _list_entries if ending == ".json" else _line_entries
-    for place, row in entries(file):
+    for place, row in _list_entries(file) if name.endswith(".json") else _line_entries(file):
         if not isinstance(row, dict):
             rule = "must be an object with path and caption, {...}"
             raise ValueError(f"{file}: {place} {rule}; correct it")
@@ -266,8 +262,7 @@ def _csv_rows(file: str, known: set[str]) -> Iterator[tuple[str, dict]]:
     reader = csv.DictReader(io.StringIO(text_of(file), newline=""), strict=True)
     try:
         header = reader.fieldnames = [name.strip() for name in reader.fieldnames or []]
-        twice = [name for name in header if name in _KNOWN and header.count(name) > 1]
-        if twice:
+        if twice := [name for name in header if name in _KNOWN and header.count(name) > 1]:
             raise ValueError(f"{file}: line 1 has column {twice[0]} twice; remove one")
         _check_columns(file, "line 1", set(header) - known)
         for name in ("path", "caption"):
@@ -328,8 +323,7 @@ def _text(value: object, where: str, name: str) -> str:
 
 def _number(value: object, missing: float, where: str, name: str) -> float:
     """Read a number; `missing` where there is none, ValueError that begins with place and name if not one."""
-    text = str(value).strip()
-    if not text:
+    if not (text := str(value).strip()):
         return missing
     try:
         number = float(text)

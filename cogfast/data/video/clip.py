@@ -250,8 +250,7 @@ def _choose(
         selection = select_frames(video.times[part], video.fps, settings)
     except ValueError as error:
         raise BadSample(video.path, str(error)) from None
-    num_real = len(selection.indices) - selection.num_padded
-    return selection.indices[:num_real] + part.start, selection
+    return selection.indices[: selection.num_frames] + part.start, selection
 
 
 def _padded(clip: Tensor, selection: Selection) -> Tensor:

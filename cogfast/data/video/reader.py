@@ -198,8 +198,7 @@ def header_of(path: str, container: InputContainer) -> VideoHeader:
         raise BadSample(path, "no frame in it")
     # stream.frames is 0 if the format has no count, and includes frames that an edit list cuts off;
     # the index does not include these.
-    expected = min(stream.frames, len(stream.index_entries))
-    if len(packets) < expected:
+    if len(packets) < (expected := min(stream.frames, len(stream.index_entries))):
         raise BadSample(path, f"truncated: {len(packets)} of {expected} frames are there")
     ticks = np.array([pts for pts, _ in shown], dtype=np.int64)
     if len(ticks) > 1 and ticks[0] == ticks[-1]:

@@ -34,7 +34,7 @@ from cogfast.data.datasets import CaptionedVideos, Sample
 from cogfast.data.workers import Reads, read_ahead
 from cogfast.distributed.process_groups import ProcessGroups, start_processes
 from cogfast.distributed.stop_signals import keeping
-from cogfast.extensions.cache.cache_key import cache_specs
+from cogfast.extensions.cache.cached_data import cache_specs
 from cogfast.extensions.cache.encode_choice import largest_clips, log_plan, memory_for_clips
 from cogfast.extensions.cache.entries import (
     ENCODE_CHUNKS,

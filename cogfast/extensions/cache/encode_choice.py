@@ -75,8 +75,7 @@ class EncodeChoice:
         # A user's own data set may return larger clips than the configuration says, and pictures on some ranks.
         own = memory_for_clips(self.args, self.groups), (self.shape[0], *clips.shape[2:])
         budgets, shapes = zip(*self.groups.gather(own), strict=True)
-        found = [shape for shape in (*shapes, self.shape) if shape[1] > 1]
-        if not found:
+        if not (found := [shape for shape in (*shapes, self.shape) if shape[1] > 1]):
             return
         # A way that fits into the least free memory fits on all ranks.
         budget, shape = min(budgets), max(found, key=math.prod)

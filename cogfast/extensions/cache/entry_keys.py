@@ -6,7 +6,7 @@ import hashlib
 import json
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -127,9 +127,9 @@ class Sources:
     def left(self, names: Sequence[str]) -> list[str]:
         """Return those of changed or unreadable files that no other process has hashed since."""
         self._refresh()
-        return [n for n in names if not self.recorded(n) or self.unreadable({n: ()})]
+        return [n for n in names if not self.recorded(n) or self.unreadable([n])]
 
-    def unreadable(self, files: Files) -> list[str]:
+    def unreadable(self, files: Iterable[str]) -> list[str]:
         return [name for name in files if self.recorded(name).startswith(_UNREADABLE)]
 
     def recorded(self, name: str) -> str:

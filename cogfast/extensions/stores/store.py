@@ -95,8 +95,7 @@ def stat(name: str) -> Stat:
         found = os.stat(name)
         return Stat(found.st_size, f"{found.st_size}-{found.st_mtime_ns}")
     info = lambda fs, path: waited(name, fs, fs._info(path)) if fs.async_impl else fs.info(path)
-    about = _call(name, info)
-    if about["type"] != "file":
+    if (about := _call(name, info))["type"] != "file":
         raise FileNotFoundError(f"{name}: not an object but a folder")
     return _stat_of(name, about)
 

@@ -59,8 +59,7 @@ def expand_braces(pattern: str) -> list[str]:
 
 
 def _expanded(pattern: str) -> Iterator[str]:
-    found = _BRACES.search(pattern)
-    if found is None:
+    if (found := _BRACES.search(pattern)) is None:
         yield pattern
         return
     names, number = iter(found[1].split(",")), found[1].count(",") + 1
@@ -157,8 +156,7 @@ def list_shard(
         about = found.get(url) or store.stat(url)
         of_meta = store.stat(meta) if os.path.exists(meta) else found.get(meta)
         version = about.version + (f"-{of_meta.version}" if of_meta else "")
-        kept = index.get(known, version)
-        if kept is None:
+        if (kept := index.get(known, version)) is None:
             kept = _rows(url, about.num_bytes, caption_key, of_meta is not None)
             index.keep([(known, version, *kept)])
     except OSError as error:
@@ -343,9 +341,8 @@ def _meta(shard: str, caption_key: str) -> dict[str, str]:
             row = json.loads(line)
             key = str(row["key"])
         except (ValueError, KeyError, TypeError, RecursionError):
-            text = f"{name} beside {shard}: line {number} is not a JSON object with a key"
-            fix = f'write {{"key": NAME, "{caption_key}": TEXT}}'
-            raise ValueError(f"{text}; {fix}") from None
+            text = f"{name} beside {shard}: line {number} is not a JSON object with a key; write "
+            raise ValueError(f'{text}{{"key": NAME, "{caption_key}": TEXT}}') from None
         if row.get(caption_key) is not None:
             captions[key] = str(row[caption_key])
     return captions
