@@ -88,11 +88,7 @@ class BatchLoader(Iterator[Batch], AbstractContextManager["BatchLoader"]):
         )
 
     def __next__(self) -> Batch:
-        try:
-            batch = next(self._batches)
-        except RuntimeError:
-            self.close()  # a worker has died: stop the others too
-            raise
+        batch = next(self._batches)
         self._account(batch)
         return batch
 
@@ -112,20 +108,12 @@ class BatchLoader(Iterator[Batch], AbstractContextManager["BatchLoader"]):
             self._bad.add(path)
             self.bad_samples.add(path, reason)
         if batch["bad"]:
-            try:
-                # First, because its message has the number of bad samples and the file that lists them.
-                self.bad_samples.check((len(self._bad), sum(self._tried)))
-                if batch.pop("unfilled", False):
-                    last = "{}: {}".format(*batch["bad"][-1])
-                    text = (
-                        f"step {batch['step']}: none of {len(batch['bad'])} samples could be read"
-                    )
-                    raise ValueError(
-                        f"{text}; repair the files under args.train_data; last: {last}"
-                    )
-            except ValueError:
-                self.close()
-                raise
+            # First, because its message has the number of bad samples and the file that lists them.
+            self.bad_samples.check((len(self._bad), sum(self._tried)))
+            if batch.pop("unfilled", False):
+                last = "{}: {}".format(*batch["bad"][-1])
+                text = f"step {batch['step']}: none of {len(batch['bad'])} samples could be read"
+                raise ValueError(f"{text}; repair the files under args.train_data; last: {last}")
         if "num_padded" in batch:
             # Counted in Python: a torch op releases the GIL, and reading threads would delay us.
             self.num_padded += sum(n > 0 for n in batch.pop("num_padded").tolist())
