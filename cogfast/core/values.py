@@ -216,7 +216,8 @@ def problem_of(
         return KeyProblem(key, f"key {join(key, str(location[-1]))} is missing; set it")
     if is_of_key:
         return unknown_key(key, str(location[-1]), node.get("properties", {}))
-    if kind == "value_error" and (own := str(first["ctx"]["error"])):  # of a check of cogfast's
+    own = str(first.get("ctx", {}).get("error", ""))  # the message of a check of cogfast's
+    if kind == "value_error" and own:
         return KeyProblem(key, own)
     rule = describe(node, schema)
     # A value that may be null has its words one level below.

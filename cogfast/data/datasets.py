@@ -423,8 +423,8 @@ class VideoFolder(ListedVideos):
                 elif not caption:
                     empty.append(label)
             versions = Versions({path: about for path in found if (about := files[path])})
-            columns = {"files": PackedStrings(found), "captions": PackedStrings(captions)}
-            lists.append(ClipList(**columns, versions=versions))
+            texts = PackedStrings(captions)
+            lists.append(ClipList(files=PackedStrings(found), captions=texts, versions=versions))
             # SAT reads the first line only; a longer file may be meant otherwise.
             if longer := [*compress(labels, has_more)]:
                 number = counted(len(longer), "label file")
