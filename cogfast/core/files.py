@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import hashlib
 import logging
 import os
 import re
@@ -15,7 +16,6 @@ import stat
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -30,7 +30,6 @@ SECONDS_OF_LINE, SECONDS_OF_LOCK = 60.0, 600.0
 SECONDS_OF_NFS = 60.0  # for which it may answer from what it knew before another machine wrote
 MOST_BYTES = 1 << 30  # of a file that is read into memory as a whole
 MOST_LINE_BYTES = 8 << 20  # of a line; a caption of the longest kind in JSON has 6 MiB
-_BLOCK = 1 << 20  # bytes; stays in the processor's cache between the read and the hash
 # EFBIG means RLIMIT_FSIZE, which some clusters set as a quota.
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 LFS = "is a pointer of Git LFS, not the file itself; run git lfs pull in its folder"
@@ -273,48 +272,37 @@ def sync(path: Path) -> None:
 class ChecksumFile:
     """A new file whose bytes are hashed while they are written, so the disk is not read again.
 
-    A thread hashes a buffer while the caller writes it; both release the GIL. When the `with` block
-    ends, the file is on the disk and `checksum` is set.
+    When the `with` block ends, the file is on the disk.
     """
-
-    checksum: str
 
     def __init__(self, path: Path) -> None:
         self._path, self._hash = path, xxhash.xxh3_64()
-        self._pool = ThreadPoolExecutor(1, thread_name_prefix="checksum")
-        self._hashing = self._pool.submit(self._hash.update, b"")
 
     def __enter__(self) -> ChecksumFile:
         self._file: BinaryIO = open_own(self._path, "wb")  # closed by __exit__
         return self
 
     def write(self, data: bytes | memoryview) -> None:
-        """Append `data`, which must not change until the next call or the end of the block."""
-        # One buffer at a time, in order: the hash depends on it.
-        self._hashing.result()
-        self._hashing = self._pool.submit(self._hash.update, data)
+        self._hash.update(data)
         self._file.write(data)
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        try:
-            with self._file:
-                # After an error the file is unfinished, and the caller deletes it.
-                if error is None:
-                    self._file.flush()
-                    os.fsync(self._file.fileno())
-            self._hashing.result()
-        finally:
-            self._pool.shutdown()
-        self.checksum = self._hash.hexdigest()
+        with self._file:
+            # After an error the file is unfinished, and the caller deletes it.
+            if error is None:
+                self._file.flush()
+                os.fsync(self._file.fileno())
+
+    @property
+    def checksum(self) -> str:
+        return self._hash.hexdigest()
 
 
 def checksum_of(path: Path) -> str:
     """Return the checksum of a file's bytes, 16 hexadecimal digits."""
-    found, block = xxhash.xxh3_64(), memoryview(bytearray(_BLOCK))
     with open_regular(path, buffering=0) as file:
-        while count := file.readinto(block):
-            found.update(block[:count])
-    return found.hexdigest()
+        made: Any = xxhash.xxh3_64  # which hashlib's stubs do not know
+        return hashlib.file_digest(file, made).hexdigest()
 
 
 def checksum_of_bytes(data: bytes) -> str:
@@ -326,8 +314,7 @@ def check_size(path: Path, num_bytes: int) -> None:
     """Raise DamageError unless `path` is a regular file of that many bytes."""
     if not path.is_file():  # reading a pipe would block for ever
         raise DamageError(f"{path.name} is missing")
-    found = path.stat().st_size
-    if found != num_bytes:
+    if (found := path.stat().st_size) != num_bytes:
         raise DamageError(f"{path.name} has {found} bytes instead of {num_bytes}")
 
 

@@ -12,16 +12,11 @@ import re
 import resource
 
 _LEAST_FILES = 64  # a small run with two reading processes needs up to 48
-_OTHER_PATH = "correct the path, or give another one"
-_FIXES = {
+_ODD_PATHS = (errno.EEXIST, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG)
+_FIXES = dict.fromkeys(_ODD_PATHS, "correct the path, or give another one") | {
     errno.EACCES: "change its permissions, or give another path",
     errno.EPERM: "change its permissions, or give another path",
     errno.EROFS: "give a path on another file system",
-    errno.EEXIST: _OTHER_PATH,
-    errno.ENOTDIR: _OTHER_PATH,
-    errno.EISDIR: _OTHER_PATH,
-    errno.ELOOP: _OTHER_PATH,
-    errno.ENAMETOOLONG: _OTHER_PATH,
     errno.EIO: "copy it again, or check the disk",
     errno.ESTALE: "mount its file system again",
 }
@@ -41,14 +36,9 @@ _TEXTS = (
     ("can't start new thread|pthread_create", _THREADS),
 )
 # PyTorch's allocator of host memory, oneDNN and C++ raise a plain RuntimeError with one of these.
-_MEMORY_TEXTS = (
-    "can't allocate memory",
-    "not enough memory",
-    "Cannot allocate memory",
-    "could not create a primitive",
-    "could not create a memory object",
-    "std::bad_alloc",
-    "failed to map segment from shared object",
+_MEMORY_TEXTS = re.compile(
+    "can't allocate memory|not enough memory|Cannot allocate memory|could not create a (primitive|memory object)"
+    "|std::bad_alloc|failed to map segment from shared object"
 )
 _FULL = "a disk, or /dev/shm, is full or has a quota; free space on it"
 _BY_NUMBER = {
@@ -71,8 +61,7 @@ def check_open_files() -> None:
 def is_lack_of_memory(error: BaseException | None) -> bool:
     """Return whether an error says that the memory of the host is exhausted."""
     is_plain = type(error) in (RuntimeError, ImportError, OSError)
-    has_text = is_plain and any(text in str(error) for text in _MEMORY_TEXTS)
-    return isinstance(error, MemoryError) or has_text
+    return isinstance(error, MemoryError) or (is_plain and bool(_MEMORY_TEXTS.search(str(error))))
 
 
 def describe_lack(error: BaseException) -> str | None:

@@ -47,9 +47,8 @@ class RunLock:
             # "w" would erase the line of another run before the lock shows that it is running.
             self._file = open_own(self.path, "a+")  # closed by `__exit__`
         except OSError as error:
-            raise ValueError(
-                f"{self.path}: cannot be written ({error.strerror}); set args.run_folder to another folder"
-            ) from None
+            text = f"{self.path}: cannot be written ({error.strerror})"
+            raise ValueError(f"{text}; set args.run_folder to another folder") from None
         self._renewing = threading.Thread(target=self._renew, name="run lock", daemon=True)
         try:
             before = self._lock_file()
@@ -96,8 +95,7 @@ class RunLock:
         with suppress(OSError):  # nothing is there
             if not os.path.samestat(os.stat(self.path), os.fstat(self._file.fileno())):
                 # The folder was moved or removed, and another run may have made it again.
-                text = store.read(str(self.path), 0, _MOST_BYTES).decode(errors="replace")
-                _check_holder(str(self.path), text, self.holder)
+                _check_holder(str(self.path), _holder_in(self.path), self.holder)
         # Closing a second descriptor of the file would end the lock.
         text = os.pread(self._file.fileno(), _MOST_BYTES, 0).decode(errors="replace")
         _check_holder(str(self.path), text, self.holder)
@@ -129,7 +127,7 @@ class RunLock:
         mine, start, first = self._content(), time.monotonic(), None
         while True:
             try:
-                found = store.read(url, 0, _MOST_BYTES).decode(errors="replace")
+                found = _holder_in(url)
             except FileNotFoundError:
                 if store.create(url, mine):
                     return
@@ -143,8 +141,7 @@ class RunLock:
                 store.write(url, mine)
                 time.sleep(_SETTLING)
                 # Another process may have waited, too: the last one to write has it.
-                found = store.read(url, 0, _MOST_BYTES).decode(errors="replace")
-                if found != mine.decode():
+                if (found := _holder_in(url)) != mine.decode():
                     raise self._refusal(found)
                 return
             if first is None:
@@ -168,16 +165,15 @@ class RunLock:
         return f"{self.holder} {time.time():.3f}\n".encode()
 
     def _refusal(self, holder: str) -> ValueError:
-        return ValueError(
-            f"{name_of(self.run)}: {_brief(holder) or 'another process'} is training in it; wait for that run, "
-            "end it, or set args.run_folder to another folder"
-        )
+        text = f"{name_of(self.run)}: {_brief(holder) or 'another process'} is training in it"
+        fix = "wait for that run, end it, or set args.run_folder to another folder"
+        return ValueError(f"{text}; {fix}")
 
 
 def is_held(run: Path, holder: str) -> bool:
     """Return whether the file of the lock is here, as its holder, another process, has written it."""
     try:
-        text = store.read(str(run / LOCK), 0, _MOST_BYTES).decode(errors="replace")
+        text = _holder_in(run / LOCK)
     except OSError:
         return False
     return not text or text.startswith(holder)  # a full disk may have cut it
@@ -186,17 +182,20 @@ def is_held(run: Path, holder: str) -> bool:
 def check_object(url: str, holder: str) -> None:
     """Raise RuntimeError if another process than `holder` has the lock in a store. For any machine of a run."""
     try:
-        text = store.read(url, 0, _MOST_BYTES).decode(errors="replace")
+        text = _holder_in(url)
     except FileNotFoundError:  # a run that took the folder has removed it at its end
         text = "another process"
     _check_holder(url, text, holder)
 
 
+def _holder_in(name: str | Path) -> str:
+    return store.read(str(name), 0, _MOST_BYTES).decode(errors="replace")
+
+
 def _check_holder(name: str, text: str, holder: str) -> None:
     if text.strip() and not text.startswith(holder):
-        raise RuntimeError(
-            f"{name}: {_brief(text)} has taken the folder, so this process ends without writing more"
-        )
+        text = f"{name}: {_brief(text)} has taken the folder"
+        raise RuntimeError(f"{text}, so this process ends without writing more")
 
 
 def _brief(holder: str) -> str:

@@ -68,10 +68,11 @@ class TokenGrid:
         """Return the grid of latents [B, C, T, h, w]. ValueError if patches do not divide them."""
         _, _, t, h, w = latents.shape
         if t % patch.t or h % patch.h or w % patch.w:
-            raise ValueError(
+            text = (
                 f"latents of {t}x{h}x{w} (frames x rows x columns) do not divide into patches of "
-                f"{patch.t}x{patch.h}x{patch.w}; use a clip of a size that does (see cogfast.core.shapes)"
             )
+            text += f"{patch.t}x{patch.h}x{patch.w}"
+            raise ValueError(f"{text}; use a clip of a size that does (see cogfast.core.shapes)")
         return cls(t // patch.t, h // patch.h, w // patch.w)
 
     @property
@@ -86,7 +87,6 @@ def pad_latent_frames(latents: Tensor, patch: PatchSize) -> Tensor:
     diffusers trainer pads this way (finetune/models/cogvideox_i2v/lora_trainer.py).
     """
     # -T % t is the number of frames up to the next multiple of t.
-    missing = -latents.shape[2] % patch.t
-    if missing == 0:
+    if not (missing := -latents.shape[2] % patch.t):
         return latents
     return torch.cat([latents[:, :, :1].expand(-1, -1, missing, -1, -1), latents], dim=2)

@@ -36,12 +36,8 @@ _WORDS = {
     "object": "a mapping",
 }
 _OF_KEY = ("missing", "extra_forbidden", "unexpected_keyword_argument")
-_COMPONENT = {
-    "type": "object",
-    "properties": {"target": {"type": "string"}, "params": {"type": "object"}},
-    "required": ["target"],
-}
-
+_PROPERTIES = {"target": {"type": "string"}, "params": {"type": "object"}}
+_COMPONENT = {"type": "object", "properties": _PROPERTIES, "required": ["target"]}
 
 _MOST_LISTED = 12  # known keys or list items in a message, which must stay one line
 _MOST_SHOWN = 100  # characters of a key or a value in a message
@@ -89,13 +85,10 @@ def join(where: str, key: str) -> str:
 def unknown_key(where: str, key: str, known: Iterable[str]) -> KeyProblem:
     """Return the error for an unknown key, with the most similar known key as a suggestion."""
     known = sorted(set(known))
-    text = f"unknown key {join(where, key)}"
     hint = nearest(key, known)
-    if hint:
-        text += hint
-    elif known and len(known) <= _MOST_LISTED:
-        text += f"; known keys: {', '.join(known)}"
-    return KeyProblem(join(where, key), text)
+    if not hint and 0 < len(known) <= _MOST_LISTED:
+        hint = f"; known keys: {', '.join(known)}"
+    return KeyProblem(join(where, key), f"unknown key {join(where, key)}{hint}")
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
@@ -172,8 +165,7 @@ class _Schema(GenerateJsonSchema):
     def is_instance_schema(self, schema: Any) -> dict[str, Any]:
         return dict(_COMPONENT)
 
-    def callable_schema(self, schema: Any) -> dict[str, Any]:
-        return dict(_COMPONENT)
+    callable_schema = is_instance_schema
 
 
 def validated(value: object, kind: Any, where: str = "", text: bytes | str | None = None) -> Any:
@@ -187,11 +179,8 @@ def validated(value: object, kind: Any, where: str = "", text: bytes | str | Non
             text = json.dumps(value, ensure_ascii=False, default=lambda _: {}).encode()
         return _adapter(kind).validate_json(text, strict=True)
     except UnicodeEncodeError:
-        shown = ascii(show(value))
-        raise KeyProblem(
-            where,
-            f"{where}={shown} must be valid Unicode" if where else f"{shown} must be valid Unicode",
-        ) from None
+        text = f"{where}=" * bool(where) + ascii(show(value))
+        raise KeyProblem(where, f"{text} must be valid Unicode") from None
     except ValidationError as error:
         raise problem_of(error, json_schema(kind), value, where) from None
 
@@ -227,8 +216,8 @@ def problem_of(
         return KeyProblem(key, f"key {join(key, str(location[-1]))} is missing; set it")
     if is_of_key:
         return unknown_key(key, str(location[-1]), node.get("properties", {}))
-    own = str(first.get("ctx", {}).get("error", "")) if kind == "value_error" else ""
-    if own:  # the message of a check of cogfast's
+    own = str(first.get("ctx", {}).get("error", ""))  # the message of a check of cogfast's
+    if kind == "value_error" and own:
         return KeyProblem(key, own)
     rule = describe(node, schema)
     # A value that may be null has its words one level below.
@@ -239,8 +228,7 @@ def problem_of(
     if is_option:
         return KeyProblem(key, f"--{key} {printable(cut(str(value)))}: must be {rule}{near}")
     shown = f"{key}={show(value)}" if key else show(value)
-    only = _only(node)
-    if only:
+    if only := _only(node):
         return KeyProblem(key, f"{shown}: only {only} is supported; use it")
     parts = re.findall(r"[^\s,x*]+", value) if isinstance(value, str) else []
     items = node.get("items") or {}
@@ -271,10 +259,11 @@ def describe(node: dict, whole: dict | None = None, most: float = math.inf) -> s
         if "prefixItems" in node:
             items = ", ".join(describe(item, whole, most) for item in node["prefixItems"])
             return f"a list of {len(node['prefixItems'])} ({items})"
-        longest = node.get("maxItems")
-        words = "a list" if longest is None else f"a list of at most {longest}"
-        if longest is not None and longest == node.get("minItems"):
-            words = f"a list of {longest}"
+        words, longest = "a list", node.get("maxItems")
+        if longest is not None:
+            words += (
+                f" of {longest}" if longest == node.get("minItems") else f" of at most {longest}"
+            )
         items = describe(node["items"], whole, most) if node.get("items") else ""
         return f"{words} (each item: {items})" if items else words
     words = _WORDS.get(node.get("type", ""), "")

@@ -131,13 +131,11 @@ class BadSampleLog:
         if num_bad <= self.limit and num_bad < self.num_samples and not is_hopeless:
             return
         named = "; ".join(f"{p}: {r}" for p, r in list(self.reasons.items())[:_NUM_NAMED])
-        is_above = num_bad > self.max_bad_fraction * self.num_samples
-        above = f" (>{100 * self.max_bad_fraction:g}%)" if is_above else ""
-        if is_hopeless and not is_above:
+        above = ""
+        if num_bad > self.max_bad_fraction * self.num_samples:
+            above = f" (>{100 * self.max_bad_fraction:g}%)"
+        elif is_hopeless:
             above = f" ({own_bad} of the {own_tried} that one rank has read so far)"
         where = "" if self.file is None else f" (all in {self.file})"
-        raise ValueError(
-            f"{num_bad}/{self.num_samples} videos unreadable{above}, "
-            f"args.max_bad_fraction={self.max_bad_fraction:g}; repair or remove them, or raise it; "
-            f"first: {named}{where}"
-        )
+        text = f"{num_bad}/{self.num_samples} videos unreadable{above}, args.max_bad_fraction={self.max_bad_fraction:g}"
+        raise ValueError(f"{text}; repair or remove them, or raise it; first: {named}{where}")

@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import queue
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -77,9 +77,10 @@ class BatchLoader(Iterator[Batch], AbstractContextManager["BatchLoader"]):
         if isinstance(dataset, CaptionedVideos) and not is_cached:
             dali = dali_of_this_process(dataset.settings.video_backend)
         self._reads = _MicroBatches(dataset, order, timeout)
+        steps = itertools.islice(itertools.count(start_step), num_steps)
         self._batches = read_ahead(
             self._reads,
-            _slots_of_steps(order, accumulation, dp_rank, dp_size, start_step, num_steps),
+            _slots_of_steps(order, accumulation, dp_rank, dp_size, steps),
             dali=dali,
             by_threads=is_cached and num_workers > 0,
             num_workers=num_workers,
@@ -87,18 +88,14 @@ class BatchLoader(Iterator[Batch], AbstractContextManager["BatchLoader"]):
         )
 
     def __next__(self) -> Batch:
-        try:
-            batch = next(self._batches)
-        except RuntimeError:
-            self.close()  # a worker has died: stop the others too
-            raise
+        batch = next(self._batches)
         self._account(batch)
         return batch
 
     def replaced(self, batch: Batch, error: BadSample, attempt: int) -> Batch:
         """Return the batch whose slots have their candidates of `attempt`, as what belongs to a sample of
         `batch` is bad."""
-        found = self._reads.read(batch["step"], batch["slots"], attempt)
+        found = self._reads[batch["step"], batch["slots"], attempt]
         found["bad"].append((error.path, error.reason))
         self._account(found)
         return found
@@ -111,18 +108,12 @@ class BatchLoader(Iterator[Batch], AbstractContextManager["BatchLoader"]):
             self._bad.add(path)
             self.bad_samples.add(path, reason)
         if batch["bad"]:
-            try:
-                # First, because its message has the number of bad samples and the file that lists them.
-                self.bad_samples.check((len(self._bad), sum(self._tried)))
-                if batch.pop("unfilled", False):
-                    path, reason = batch["bad"][-1]
-                    raise ValueError(
-                        f"step {batch['step']}: none of {len(batch['bad'])} samples could be read; "
-                        f"repair the files under args.train_data; last: {path}: {reason}"
-                    )
-            except ValueError:
-                self.close()
-                raise
+            # First, because its message has the number of bad samples and the file that lists them.
+            self.bad_samples.check((len(self._bad), sum(self._tried)))
+            if batch.pop("unfilled", False):
+                last = "{}: {}".format(*batch["bad"][-1])
+                text = f"step {batch['step']}: none of {len(batch['bad'])} samples could be read"
+                raise ValueError(f"{text}; repair the files under args.train_data; last: {last}")
         if "num_padded" in batch:
             # Counted in Python: a torch op releases the GIL, and reading threads would delay us.
             self.num_padded += sum(n > 0 for n in batch.pop("num_padded").tolist())
@@ -142,12 +133,8 @@ def to_device(batch: Batch, device: torch.device | str) -> Batch:
     """
     out = {}
     for key, value in batch.items():
-        if isinstance(value, torch.Tensor) and value.device != torch.device(device):
-            value = value.to(device, non_blocking=True)
-        if key in ("mp4", "control"):
-            value = in_unit_range(value).float()
-        out[key] = value
-    return out
+        out[key] = value.to(device, non_blocking=True) if isinstance(value, torch.Tensor) else value
+    return out | {key: in_unit_range(out[key]).float() for key in ("mp4", "control") if key in out}
 
 
 def in_unit_range(pixels: torch.Tensor) -> torch.Tensor:
@@ -160,46 +147,35 @@ class TooSlow(BadSample):
 
 
 def _slots_of_steps(
-    order: GlobalOrder,
-    accumulation: int,
-    dp_rank: int,
-    dp_size: int,
-    start_step: int,
-    num_steps: int | None,
-) -> Iterator[tuple[int, list[int]]]:
-    """Yield (step, slots) of one rank's micro-batches, in order."""
+    order: GlobalOrder, accumulation: int, dp_rank: int, dp_size: int, steps: Iterable[int]
+) -> Iterator[tuple[int, list[int], int]]:
+    """Yield the keys of one rank's micro-batches, in order."""
     assert 0 <= dp_rank < dp_size, f"{dp_rank=} {dp_size=}"
-    for step in itertools.islice(itertools.count(start_step), num_steps):
+    for step in steps:
         micro_batch = order.num_slots(step) // (accumulation * dp_size)
         # The micro-batches of all ranks together fill consecutive slots.
         for number in range(dp_rank, accumulation * dp_size, dp_size):
-            yield step, list(range(number * micro_batch, (number + 1) * micro_batch))
+            yield step, list(range(number * micro_batch, (number + 1) * micro_batch)), 0
 
 
 class _MicroBatches(Reads):
-    """Reads the micro-batch of a (step, slots)."""
+    """Reads the micro-batch of a (step, slots, attempt), from that candidate of each slot on."""
 
     def __init__(self, dataset: SizedDataset, order: GlobalOrder, timeout: float) -> None:
         self._dataset, self._order, self._timeout = dataset, order, timeout
         # {sample: reason}. They are not tried again: each try leaves a hanging thread behind.
         self._timed_out: dict[int, str] = {}
 
-    def name(self, key: tuple[int, list[int]]) -> str:
-        step, slots = key
+    def name(self, key: tuple[int, list[int], int]) -> str:
+        step, slots, _ = key
         names = [_name_of(self._dataset, self._order.index(step, slot)) for slot in slots]
         return f"step {step}, {', '.join(names)}"
 
-    def __getitem__(self, step_and_slots: tuple[int, list[int]]) -> Batch:
-        return self.read(*step_and_slots)
-
-    def read(self, step: int, slots: list[int], first: int = 0) -> Batch:
-        """Read slots, from the candidate `first` of each on."""
-        dataset = self._dataset
+    def __getitem__(self, key: tuple[int, list[int], int]) -> Batch:
+        dataset, (step, slots, first) = self._dataset, key
         if isinstance(dataset, CaptionedVideos):
             dataset.fetch([self._order.index(step, slot, first) for slot in slots])
-        items: list[dict] = []
-        bad: list[tuple[str, str]] = []
-        tried: list[int] = []
+        items, bad, tried = [], [], []
         batch: Batch = {"step": step, "slots": slots, "bad": bad, "tried": tried}
         for slot in slots:
             for attempt in range(first, min(_MAX_ATTEMPTS, self._order.num_candidates(step))):
@@ -264,22 +240,17 @@ def _name_of(dataset: SizedDataset, index: int) -> str:
 
 def _collate(items: list[dict]) -> Batch:
     """Collate items with the same keys: tensors stacked, numbers as a tensor, strings and prior listed."""
-    keys = list(items[0])
+    keys, batch = list(items[0]), {}
     for item in items[1:]:
         if list(item) != keys:
-            raise ValueError(
-                f"samples of one batch differ in keys: {keys} and {list(item)}; return the same keys, "
-                "in the same order, for every sample"
-            )
-    batch = {}
+            text = f"samples of one batch differ in keys: {keys} and {list(item)}"
+            raise ValueError(f"{text}; return the same keys, in the same order, for every sample")
     for key in keys:
         values = [item[key] for item in items]
         if isinstance(values[0], torch.Tensor) and len({v.shape for v in values}) > 1:
             shapes = ", ".join(str(list(v.shape)) for v in values)
-            raise ValueError(
-                f"samples of one batch differ in the shape of {key!r}: {shapes}; return one shape for "
-                "every sample, or use batch_size 1"
-            )
+            text = f"samples of one batch differ in the shape of {key!r}: {shapes}"
+            raise ValueError(f"{text}; return one shape for every sample, or use batch_size 1")
         # prior decides what is computed, so that it stays on the CPU. default_collate stacks straight into
         # shared memory when it runs in a worker.
         batch[_BATCH_KEY.get(key, key)] = values if key == "prior" else default_collate(values)

@@ -10,6 +10,7 @@ repeats the fewest frames. Pictures, and no videos of several frames, get bucket
 from __future__ import annotations
 
 import filecmp
+import math
 import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -22,7 +23,7 @@ from cogfast.core.values import counted, printable
 from cogfast.data.bad_samples import BadSample
 from cogfast.data.clip_notes import ClipNotes
 from cogfast.data.datasets import CaptionedVideos
-from cogfast.data.sources.clip_list import TYPES, ClipList
+from cogfast.data.sources.clip_list import TYPES, ClipList, place_of
 from cogfast.data.sources.folders import ADD_BUCKET
 from cogfast.data.sources.headers import Header, read_headers
 from cogfast.data.video.clip import Bucket, ClipSettings, Span, frames_within, select_frames
@@ -135,22 +136,19 @@ def _type_problem(clips: ClipList, index: int, header: Header) -> str:
     """Say how a file is not what its manifest's column type says; "" if it is."""
     stated = "" if clips.types is None else TYPES[clips.types[index]]
     found = "image" if header.is_picture else "video"
-    if stated in ("", found):
-        return ""
-    return f"its row has type {stated}, but the file is a {_NAMES[found]}; set type to {found}"
+    text = f"its row has type {stated}, but the file is a {_NAMES[found]}; set type to {found}"
+    return "" if stated in ("", found) else text
 
 
 def join_surveys(parts: Sequence[Survey]) -> Survey:
     """Join the surveys of consecutive samples."""
-    notes = ClipNotes()
-    for kind, found in (item for part in parts for item in part.notes.items()):
-        notes.add(kind, *found)
-    return Survey(
-        np.concatenate([part.buckets for part in parts]),
-        {i: reason for part in parts for i, reason in part.reasons.items()},
-        {i: reason for part in parts for i, reason in part.refused.items()},
-        notes,
-    )
+    notes, reasons, refused = ClipNotes(), {}, {}
+    for part in parts:
+        for kind, found in part.notes.items():
+            notes.add(kind, *found)
+        reasons |= part.reasons
+        refused |= part.refused
+    return Survey(np.concatenate([part.buckets for part in parts]), reasons, refused, notes)
 
 
 def other_problem(
@@ -188,16 +186,15 @@ def _are_equal(clips: ClipList, kind: str, index: int) -> bool:
     """Return whether a further video of a sample has the bytes of its clip."""
     others = clips.others[kind]
     one, other = clips.files[index], others.files[index]
+    place, of_other = place_of(clips, index), place_of(others, index)
     try:
-        if clips.places is None or others.places is None:
-            if store.is_url(one) and store.is_url(other):
-                about = clips.versions.get(one)
-                return about is not None and about == clips.versions.get(other)
-            return filecmp.cmp(one, other, shallow=False)
-        places = clips.places[index].tolist(), others.places[index].tolist()
-        if places[0][1] != places[1][1]:
-            return False
-        return read_member(clips, one, *places[0]) == read_member(clips, other, *places[1])
+        if place and of_other:
+            read = lambda file, part: read_member(clips, file, *part)
+            return place[1] == of_other[1] and read(one, place) == read(other, of_other)
+        if store.is_url(one) and store.is_url(other):
+            about = clips.versions.get(one)
+            return about is not None and about == clips.versions.get(other)
+        return filecmp.cmp(one, other, shallow=False)
     except (OSError, BadSample):
         return False  # what cannot be read is reported when it is
 
@@ -228,21 +225,19 @@ def choose(
     # A video that is too short for the other buckets does not become a picture.
     if len(times) > 1 and len(pictures) < len(sizes):
         numbered = [pair for pair in numbered if pair not in pictures]
-    best, reason = None, ""
+    available = len(times) / header.fps * settings.fps  # frames at the clip's rate
+    ranks, reasons = {}, []
     # Shortest bucket first: the reason for a clip that is too short names the least it needs.
     for number, size in numbered:
         try:
             selection = select_frames(times, header.fps, settings.for_bucket(size))
         except ValueError as error:
-            reason = reason or str(error)
+            reasons.append(str(error))
             continue
-        available = len(times) / header.fps * settings.fps  # frames at the clip's rate
         kept = kept_share(header.height, header.width, size) * min(1, size.num_frames / available)
         # Rounding makes scores that differ by float noise a tie, decided by the pixel count.
-        rank = (selection.num_padded, -round(kept, 9), size.num_frames * size.height * size.width)
-        if best is None or rank < best[0]:
-            best = rank, number
-    return reason if best is None else best[1]
+        ranks[number] = selection.num_padded, -round(kept, 9), math.prod(size)
+    return min(ranks, key=ranks.__getitem__) if ranks else reasons[0]
 
 
 def kept_share(height: int, width: int, size: Bucket) -> float:

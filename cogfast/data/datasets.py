@@ -16,6 +16,7 @@ import os
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from itertools import compress
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, NotRequired, Protocol, TypedDict
 
@@ -28,24 +29,10 @@ import cogfast.extensions.stores.store as store
 from cogfast.core.values import Range, counted, cut
 from cogfast.data.bad_samples import BadSample
 from cogfast.data.global_order import GlobalOrder
+from cogfast.data.sources import folders
 from cogfast.data.sources.arrays import KEY, Shapes, checked_shapes, open_array, values_of
-from cogfast.data.sources.clip_list import FIND, ClipList, PackedStrings, join
-from cogfast.data.sources.folders import (
-    ADD_CAPTIONS,
-    DataDir,
-    SourceError,
-    data_folders,
-    data_sources,
-    find_videos,
-    in_place_of_videos,
-    is_picture,
-    list_files,
-    named,
-    no_source,
-    read_labels,
-    refuse_samples,
-    sat_label,
-)
+from cogfast.data.sources.clip_list import FIND, ClipList, PackedStrings, join, place_of
+from cogfast.data.sources.folders import ADD_CAPTIONS, DataDir, SourceError, refuse_samples
 from cogfast.data.sources.lists import read_lists
 from cogfast.data.sources.manifest import is_manifest, manifest_of, read_manifest, table_hint
 from cogfast.data.video.clip import (
@@ -157,10 +144,10 @@ class CaptionedVideos(Dataset):
         clips = self.clips
         total = len(clips) if clips.weights is None else float(clips.weights.sum())
         if len(clips) and not 0 < total < _LONGEST_EPOCH:
+            text = f"the weights of {counted(len(clips), 'sample')} add up to {total:g}, the length of an epoch, "
+            text += f"which must be above 0 and below {_LONGEST_EPOCH}"
             raise ValueError(
-                f"the weights of {counted(len(clips), 'sample')} add up to {total:g}, the length of an "
-                f"epoch, which must be above 0 and below {_LONGEST_EPOCH}; change "
-                "args.train_data_weights or the manifest's column weight"
+                f"{text}; change args.train_data_weights or the manifest's column weight"
             )
         times = self.settings.batches
         return GlobalOrder(len(clips), seed, global_batch, clips.weights, clips.buckets, times)
@@ -216,9 +203,8 @@ class CaptionedVideos(Dataset):
 
         def copy(index: int) -> None:
             for one in lists:
-                file, member, _ = one.files[index].partition(MEMBER)
-                part = one.places[index].tolist() if member and one.places is not None else None
-                self.clips.fetch(file, part and tuple(part))
+                file, part = one.files[index], place_of(one, index)
+                self.clips.fetch(file.partition(MEMBER)[0] if part else file, part)
 
         list(store.in_threads(copy, indices))
 
@@ -233,25 +219,23 @@ class CaptionedVideos(Dataset):
 
     def read_tensors(self, index: int, are_headers_enough: bool = False) -> dict[str, Tensor]:
         """Read the tensors of a sample, float32, by name. are_headers_enough: only check them."""
-        files = {
-            n: (one.files[index], one.shape)
-            for n, one in self.clips.others.items()
+        found = {}
+        for name, one in self.clips.others.items():
+            file = one.files[index]
             # In a store a header would be a request for each sample.
-            if one.shape and not (are_headers_enough and store.is_url(one.files[index]))
-        }
-        arrays = {name: open_array(name, *one, self.clips.local) for name, one in files.items()}
-        values = {} if are_headers_enough else arrays
-        return {name: values_of(array, name, files[name][0]) for name, array in values.items()}
+            if one.shape and not (are_headers_enough and store.is_url(file)):
+                array = open_array(name, file, one.shape, self.clips.local)
+                found |= {} if are_headers_enough else {name: values_of(array, name, file)}
+        return found
 
     def _decode(self, index: int, settings: ClipSettings) -> tuple[Tensor, Selection]:
         """Read the clip of a sample, uint8 [F, 3, H, W], and which frames of its file it has."""
         clips, file = self.clips, self.clips.files[index]
         span = None if clips.spans is None else tuple(clips.spans[index])
-        if clips.places is None or clips.places[index, 0] < 0:
+        if (place := place_of(clips, index)) is None:
             return read_clip(clips.local(file), settings, span)
         # Video libraries take paths, so the member's bytes get a temporary one.
-        data = read_member(clips, file, *clips.places[index].tolist())
-        with named_bytes(data, os.path.splitext(file)[1]) as path:
+        with named_bytes(read_member(clips, file, *place), os.path.splitext(file)[1]) as path:
             return read_clip(path, settings, span)
 
     def _read(self, index: int) -> Sample:
@@ -291,7 +275,7 @@ class CaptionedVideos(Dataset):
             # Only masks may be missing: the whole clip is within such a mask.
             return torch.ones(shape, dtype=torch.uint8)[:, :1]
         try:
-            if name == "mask" and is_picture(file):  # that of all frames
+            if name == "mask" and folders.is_picture(file):  # that of all frames
                 one = settings.for_bucket(Bucket(1, *settings.video_size))
                 video, own = videos._decode(index, one)[0].expand(shape), None
             else:
@@ -399,7 +383,7 @@ class ListedVideos(CaptionedVideos, ABC):
 def _missing_folder(key: str, source: str) -> str | None:
     is_table = is_manifest(source)
     if source.startswith("http") and not is_table:
-        return no_source(key, "folder", source)
+        return folders.no_source(key, "folder", source)
     if store.is_url(source) and not is_table:
         found = store.list_folder(source)
         is_file, is_folder = [*found] == [source], bool(found)
@@ -410,7 +394,7 @@ def _missing_folder(key: str, source: str) -> str | None:
         fix = "set data.target=cogfast.data.datasets.VideoManifest, which reads it"
         fix = fix if is_table else "a manifest (.csv, .jsonl or .json)"
         return f"{key}: {cut(source, 160)} is a file; give folders of videos, or {fix}"
-    return None if is_folder else no_source(key, "file" if is_table else "folder", source)
+    return None if is_folder else folders.no_source(key, "file" if is_table else "folder", source)
 
 
 class VideoFolder(ListedVideos):
@@ -424,36 +408,31 @@ class VideoFolder(ListedVideos):
 
     def find(self, data_dir: DataDir, allow_empty_captions: bool) -> list[ClipList]:
         lists, missing, empty = [], [], []
-        for folder in data_folders(data_dir):
-            files = list_files(folder)
-            found = find_videos(files, folder, self.has_pictures)
+        for folder in (dirs := folders.data_folders(data_dir)):
+            files = folders.list_files(folder)
+            found = folders.find_videos(files, folder, self.has_pictures)
             if not found:
-                more = table_hint(folder) or in_place_of_videos(files)
+                more = table_hint(folder) or folders.in_place_of_videos(files)
                 what = "no .mp4 file and no picture" if self.has_pictures else "no .mp4 file"
                 raise SourceError(f"{folder}: {what} in it{more}")
-            versions = Versions({path: about for path in found if (about := files[path])})
-            captions, longer = [], []
-            labels = read_labels(found, folder, files)
-            for path, (label, caption, has_more) in zip(found, labels, strict=True):
-                captions.append(caption)
-                # SAT reads the first line only; a longer file may be meant otherwise.
-                if has_more:
-                    longer.append(label)
+            each = folders.read_labels(found, folder, files)
+            labels, captions, has_more = zip(*each, strict=True)
+            for path, label, caption in zip(found, labels, captions, strict=True):
                 if label is None:
-                    missing.append(sat_label(path))
+                    missing.append(folders.sat_label(path))
                 elif not caption:
                     empty.append(label)
-            columns = [PackedStrings(texts) for texts in (found, captions)]
-            lists.append(ClipList(files=columns[0], captions=columns[1], versions=versions))
-            if longer:
+            versions = Versions({path: about for path in found if (about := files[path])})
+            texts = PackedStrings(captions)
+            lists.append(ClipList(files=PackedStrings(found), captions=texts, versions=versions))
+            # SAT reads the first line only; a longer file may be meant otherwise.
+            if longer := [*compress(labels, has_more)]:
                 number = counted(len(longer), "label file")
                 text = "%s: only the first line is read of %s with several lines: %s"
-                logger.warning(text, folder, number, named(longer))
+                logger.warning(text, folder, number, folders.named(longer))
         if not allow_empty_captions:
-            number = sum(map(len, lists))
-            hints = {table_hint(folder) for folder in data_folders(data_dir)}
-            fix = ADD_CAPTIONS + "".join(sorted(hints))
-            refuse_samples(missing, number, "videos without a label file", fix)
+            number, fix = sum(map(len, lists)), "".join(sorted({*map(table_hint, dirs)}))
+            refuse_samples(missing, number, "videos without a label file", ADD_CAPTIONS + fix)
             what = "label files without a caption in the first line"
             refuse_samples(empty, number, what, ADD_CAPTIONS)
         return lists
@@ -473,11 +452,11 @@ class VideoManifest(ListedVideos):
             return f"{key}={error}"
         except ValueError as error:
             return f"{key}: {error}"
-        return None if is_there else no_source(key, "file", source)
+        return None if is_there else folders.no_source(key, "file", source)
 
     def find(self, data_dir: DataDir, allow_empty_captions: bool) -> list[ClipList]:
         given = (allow_empty_captions, self.has_pictures, checked_shapes(self.tensors))
-        return [read_manifest(file, *given) for file in data_sources(data_dir)]
+        return [read_manifest(file, *given) for file in folders.data_sources(data_dir)]
 
 
 @dataclass(eq=False, repr=False)
@@ -504,11 +483,9 @@ class VideoList(ListedVideos):
 
     def find(self, data_dir: DataDir, allow_empty_captions: bool) -> list[ClipList]:
         columns = {"video_column": self.video_column, "caption_column": self.caption_column}
-        if self.image_column is not None:
-            columns["image_column"] = self.image_column
-        others = {"control_column": self.control_column, "mask_column": self.mask_column}
-        lists = []
-        for folder in data_folders(data_dir):
+        columns |= {} if self.image_column is None else {"image_column": self.image_column}
+        others, lists = {"control_column": self.control_column, "mask_column": self.mask_column}, []
+        for folder in folders.data_folders(data_dir):
             files = {key: store.join(folder, name) for key, name in (columns | others).items()}
             files = {k: f for k, f in files.items() if k in columns or store.exists(f)}
             lists.append(read_lists(files, allow_empty_captions))
@@ -542,7 +519,7 @@ class VideoShards(ListedVideos):
 
     def find(self, data_dir: DataDir, allow_empty_captions: bool) -> list[ClipList]:
         lists = []
-        for source in data_sources(data_dir):
+        for source in folders.data_sources(data_dir):
             shards = [shard for name in _folders(source) for shard in shards_of(name)]
             lists.append(list_shards(shards, self.caption_key, self.has_pictures))
         if not allow_empty_captions:
@@ -555,13 +532,12 @@ class VideoShards(ListedVideos):
 
 def _folders(source: str) -> list[str]:
     """Expand SAT's notation: pattern;A,B*2 -> pattern, A, B, B."""
-    pattern, semicolon, folders = source.partition(";")
+    pattern, semicolon, listed = source.partition(";")
     names = [pattern] if pattern else []
-    for folder in folders.split(",") if semicolon else []:
+    for folder in listed.split(",") if semicolon else []:
         name, star, times = folder.partition("*")
         if not (store.is_url(name) or Path(name).is_dir()) or (star and not times.isdigit()):
-            raise SourceError(
-                f"{source}: no folder {folder}; write folders after ; as A,B*2 (B is read twice)"
-            )
+            fix = "write folders after ; as A,B*2 (B is read twice)"
+            raise SourceError(f"{source}: no folder {folder}; {fix}")
         names += [name] * (int(times) if star else 1)
     return names

@@ -236,14 +236,8 @@ class ThreadedReads(Iterator[Any]):
         if not self._pending:
             raise StopIteration
         first = self._pending.popleft()
-        if not first.ready():
-            self._read_another()
-            read = first.get()
-        else:
-            # Hand this one over before the next read starts, which would compete with the consumer.
-            read = first.get()
-            self._read_another()
-        return tree_map_only(Tensor, _record_on_current_stream, read)
+        self._read_another()
+        return tree_map_only(Tensor, _record_on_current_stream, first.get())
 
     def close(self) -> None:
         if self._dali is not None:

@@ -27,9 +27,8 @@ def checked_shapes(shapes: Mapping[str, Sequence[int]] | None) -> dict[str, tupl
     found = validated(dict(shapes or {}), Shapes, KEY)
     for name in found:
         if name in _TAKEN.split() or name.endswith(("_mean", "_logvar", "_latents")):
-            raise ValueError(
-                f"{KEY}: {name} is the name of a key of a batch; use another, such as flow"
-            )
+            text = f"{KEY}: {name} is the name of a key of a batch"
+            raise ValueError(f"{text}; use another, such as flow")
     return {name: tuple(shape) for name, shape in found.items()}
 
 

@@ -153,46 +153,39 @@ class ClipList:
         return self.take(np.flatnonzero(self.splits == SPLITS.index(name)))
 
 
+def place_of(files: ClipList | OtherFiles, index: int) -> tuple[int, int] | None:
+    """Offset and bytes of a sample's file in its shard; None if it is a file of its own."""
+    if files.places is None or files.places[index, 0] < 0:
+        return None
+    offset, size = files.places[index].tolist()
+    return offset, size
+
+
 def join(lists: Sequence[ClipList]) -> ClipList:
     """Concatenate lists of samples."""
     if len(lists) == 1:
         return lists[0]
-    columns = {}
-    for name in lists[0].columns:
-        parts = [one.columns[name] for one in lists]
-        like = next((part for part in parts if part is not None), None)
-        # Lists that lack a column get its default where another list has it.
-        if isinstance(like, PackedStrings):
-            filled = (part or [""] * len(one) for part, one in zip(parts, lists, strict=True))
-            columns[name] = PackedStrings(chain.from_iterable(filled))
-        elif like is not None:
-            columns[name] = np.concatenate(
-                [
-                    np.full((len(one), *like.shape[1:]), _NONE.get(name, 0), like.dtype)
-                    if part is None
-                    else part
-                    for part, one in zip(parts, lists, strict=True)
-                ]
-            )
-    names = dict.fromkeys(name for one in lists for name in one.others)
-    return ClipList(
-        **columns,
-        others={name: _join_others(lists, name) for name in names},
-        versions=Versions({}, *(one.versions for one in lists)),
-    )
+    sizes, others = [len(one) for one in lists], {}
+    for name in dict.fromkeys(name for one in lists for name in one.others):
+        found = [one.others.get(name) for one in lists]
+        files = _joined("files", [other and other.files for other in found], sizes)
+        places = _joined("places", [other and other.places for other in found], sizes)
+        others[name] = OtherFiles(files, places, next(other.shape for other in found if other))
+    columns = {n: _joined(n, [one.columns[n] for one in lists], sizes) for n in lists[0].columns}
+    versions = Versions({}, *(one.versions for one in lists))
+    return ClipList(**columns, others=others, versions=versions)
 
 
-def _join_others(lists: Sequence[ClipList], name: str) -> OtherFiles:
-    """Concatenate the files of one name; lists without it have none."""
-    files, places = [], []
-    for one in lists:
-        other = one.others.get(name)
-        files += [""] * len(one) if other is None else other.files
-        own = None if other is None else other.places
-        places.append(np.full((len(one), 2), -1) if own is None else own)
-    joined = np.concatenate(places)
-    shape = next(one.others[name].shape for one in lists if name in one.others)
-    return OtherFiles(PackedStrings(files), joined if (joined >= 0).any() else None, shape)
+def _joined(name: str, parts: Sequence[Any], sizes: Sequence[int]) -> Any:
+    """Concatenate a column. Lists that lack it get its default where another list has it."""
+    like = next((part for part in parts if part is not None), None)
+    if like is None:
+        return None
+    pairs = zip(parts, sizes, strict=True)
+    if isinstance(like, PackedStrings):
+        return PackedStrings(chain.from_iterable(part or [""] * size for part, size in pairs))
+    none = lambda size: np.full((size, *like.shape[1:]), _NONE.get(name, 0), like.dtype)
+    return np.concatenate([none(size) if part is None else part for part, size in pairs])
 
 
 # Data sets call it to list their samples. It may be ProcessGroups.on_main while one is made, so that one

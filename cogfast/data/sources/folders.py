@@ -43,8 +43,7 @@ class SourceError(ValueError):
 
 def data_sources(data_dir: DataDir) -> list[str]:
     """Return data_dir as a list of at least one source."""
-    sources = [data_dir] if isinstance(data_dir, (str, Path)) else list(data_dir)
-    if not sources:
+    if not (sources := [data_dir] if isinstance(data_dir, (str, Path)) else list(data_dir)):
         raise ValueError("data_dir=[] must list at least one source; give a folder or file")
     return [str(source) for source in sources]
 
@@ -127,19 +126,16 @@ def walk_files(folder: str) -> Iterator[str]:
 
 
 def _refuse_folder(error: OSError) -> None:
-    raise ValueError(
-        f"{error.filename}: the folder cannot be read ({error.strerror}); make it readable, or move "
-        "it out of the data"
-    ) from None
+    text = f"{error.filename}: the folder cannot be read ({error.strerror})"
+    raise ValueError(f"{text}; make it readable, or move it out of the data") from None
 
 
 def in_place_of_videos(files: Iterable[str]) -> str:
     """Return what an error about a folder without a video adds: what it has, and what training needs."""
-    number = sum(file.lower().endswith(PICTURE_ENDINGS) for file in files)
-    if number:
-        text = f", but {counted(number, 'picture')}; training needs clips, also for image-to-video, which"
-        text += " takes their first frames, or the pictures of a manifest's column image; to train on the"
-        return f"{text} pictures themselves, {ADD_BUCKET}"
+    if number := sum(file.lower().endswith(PICTURE_ENDINGS) for file in files):
+        text = f", but {counted(number, 'picture')}; training needs clips, also for image-to-video, which takes their "
+        text += "first frames, or the pictures of a manifest's column image; to train on the pictures themselves, "
+        return text + ADD_BUCKET
     return "; give a folder of .mp4 clips, each with its caption in a .txt file beside it"
 
 
@@ -159,8 +155,8 @@ def label_of(path: str, folder: str, files: Mapping[str, Stat | None]) -> str | 
     if is_there(label := sat_label(path)):
         return label
     # SAT replaces "videos" everywhere, also in a parent folder such as /my_videos/.
-    below = path[len(folder.rstrip("/")) + 1 :]
-    parts = list(PurePosixPath(below).with_suffix(".txt").parts)
+    below = PurePosixPath(path[len(folder.rstrip("/")) + 1 :])
+    parts = list(below.with_suffix(".txt").parts)
     if "videos" in parts[:-1]:
         parts[len(parts) - 2 - parts[-2::-1].index("videos")] = "labels"
     elif PurePosixPath(folder).name == "videos":
@@ -181,8 +177,7 @@ def read_labels(
             files = {**files, **store.find(other)}
 
     def read(video: str) -> tuple[str | None, str, bool]:
-        label = label_of(video, folder, files)
-        if label is None:
+        if (label := label_of(video, folder, files)) is None:
             return None, "", False
         text = _LINE_END.sub("\n", text_of(label, True, files.get(label)))
         first, _, rest = text.partition("\n")
@@ -201,17 +196,15 @@ def decoded(data: bytes, name: str) -> str:
     if at < 0:
         return text
     line = 1 + len(_LINE_END.findall(data[:at].decode("latin-1")))
-    raise ValueError(
-        f"{name}: line {line} is not UTF-8 (byte 0x{data[at]:02x}); save the captions as UTF-8"
-    )
+    text = f"{name}: line {line} is not UTF-8 (byte 0x{data[at]:02x})"
+    raise ValueError(f"{text}; save the captions as UTF-8")
 
 
 def check_caption_size(num_bytes: int, name: str) -> None:
     """Raise ValueError if a caption is too long for a tokenizer."""
     if num_bytes > _MAX_CAPTION_BYTES:
-        raise ValueError(
-            f"{name}: {num_bytes} bytes; a caption may have at most {_MAX_CAPTION_BYTES}; shorten it"
-        )
+        rule = f"a caption may have at most {_MAX_CAPTION_BYTES}"
+        raise ValueError(f"{name}: {num_bytes} bytes; {rule}; shorten it")
 
 
 def text_of(file: str, is_caption: bool = False, about: Stat | None = None) -> str:
@@ -224,9 +217,8 @@ def text_of(file: str, is_caption: bool = False, about: Stat | None = None) -> s
     except OSError as error:
         if error.errno is None:  # the line of a store
             raise SourceError(str(error)) from None
-        raise ValueError(
-            f"{file}: cannot be read ({error.strerror}); replace it by a readable text file"
-        ) from None
+        text = f"{file}: cannot be read ({error.strerror})"
+        raise ValueError(f"{text}; replace it by a readable text file") from None
     return decoded(data, file)
 
 
@@ -292,9 +284,7 @@ def no_source(key: str, what: str, source: str) -> str:
     return f"{key}: {what} {shown} does not exist; set it to the {what}s of your data{hint}"
 
 
-def refuse_samples(
-    names: Sequence[str], num_samples: int, what: str, fix: str = "add them"
-) -> None:
+def refuse_samples(names: Sequence[str], num_samples: int, what: str, fix: str) -> None:
     """Raise ValueError with the number of faulty samples and the first `names`, if there are any."""
     if names:
         raise ValueError(f"{len(names)}/{num_samples} {what}: {named(names)}; {fix}")

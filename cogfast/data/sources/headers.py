@@ -24,9 +24,10 @@ import cogfast.extensions.stores.store as store
 from cogfast.core.addresses import distinct
 from cogfast.data.bad_samples import BadSample
 from cogfast.data.clip_notes import NOTES
-from cogfast.data.sources.clip_list import ClipList
+from cogfast.data.sources.clip_list import ClipList, place_of
 from cogfast.data.sources.file_index import FileIndex, to_lines, user_index
-from cogfast.data.video.file import (
+from cogfast.data.video.picture import holds_picture, picture_size
+from cogfast.data.video.reader import (
     MAX_FRAMES,
     check_file,
     check_sides,
@@ -36,7 +37,6 @@ from cogfast.data.video.file import (
     open_container,
     video_stream,
 )
-from cogfast.data.video.picture import holds_picture, picture_size
 from cogfast.extensions.stores.store import StoreError
 from cogfast.extensions.tar.tar_shards import MEMBER, open_member
 
@@ -96,7 +96,7 @@ class _Scan:
         return len(self._left)
 
     def _look_up(self, sample: int) -> None:
-        name, place = self._clips.files[sample], _place(self._clips, sample)
+        name, place = self._clips.files[sample], place_of(self._clips, sample)
         known_as = self._known_as(name)
         if not name or (self._trusts and self._take(name, self.index.last(known_as))):
             return
@@ -197,14 +197,6 @@ def index_of(clips: ClipList) -> tuple[FileIndex, str]:
     return FileIndex(beside) if is_own else user_index("headers", [*root, folder], beside), folder
 
 
-def _place(clips: ClipList, index: int) -> tuple[int, int] | None:
-    """Offset and bytes of a sample's video in its shard; None if it is a file of its own."""
-    if clips.places is None or clips.places[index, 0] < 0:
-        return None
-    offset, size = clips.places[index].tolist()
-    return offset, size
-
-
 def _version(clips: ClipList, file: str) -> str | Header:
     if store.is_url(file):
         about = clips.versions.get(file)
@@ -216,7 +208,7 @@ def _version(clips: ClipList, file: str) -> str | Header:
 
 
 def _probe(clips: ClipList, index: int) -> Header:
-    name, place = clips.files[index], _place(clips, index)
+    name, place = clips.files[index], place_of(clips, index)
     file = name if place is None else name.partition(MEMBER)[0]
     about = clips.versions.get(file)
     try:

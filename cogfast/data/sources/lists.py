@@ -24,8 +24,7 @@ def read_lists(files: Mapping[str, str], allow_empty_captions: bool) -> ClipList
     if not allow_empty_captions:
         _refuse_gaps(files, raw)
     lines = {key: [line for line in texts if line] for key, texts in raw.items()}
-    videos = lines["video_column"]
-    if not videos:
+    if not (videos := lines["video_column"]):
         raise ValueError(f"{files['video_column']}: lists no video; write one path per line")
     if allow_empty_captions:
         # text_lines drops blank lines at the end, which may be empty captions.
@@ -34,23 +33,22 @@ def read_lists(files: Mapping[str, str], allow_empty_captions: bool) -> ClipList
     for key, texts in lines.items():
         if len(texts) != len(videos):
             what = key.removesuffix("_column").replace("control", "control video")
-            raise ValueError(
-                f"{files['video_column']} has {len(videos)} lines and {files[key]} "
-                f"{len(texts)}, without blank ones; give each video one line with its {what}"
-            )
+            text = f"{files['video_column']} has {len(videos)} lines and {files[key]} {len(texts)}, without blank ones"
+            raise ValueError(f"{text}; give each video one line with its {what}")
     columns, found = {}, {}
     for key in ("video", "image", *OTHER_VIDEOS):
         if file := files.get(f"{key}_column"):
             paths = [placed(store.parent(file), line, file) for line in lines[f"{key}_column"]]
             found |= store.stats(paths)
-            missing = list(compress(paths, find_missing(paths, found)))
-            if missing:
+            if missing := list(compress(paths, find_missing(paths, found))):
                 numbers = [i for i, line in enumerate(raw[f"{key}_column"], 1) if line]
+                text = (
+                    f"{file}: line {numbers[paths.index(missing[0])]}: {missing[0]} does not exist "
+                )
+                text += f"({len(missing)} of {len(paths)} files are missing); correct the path, which is relative to "
                 slash = "; write / in place of \\" * ("\\" in missing[0])
                 raise ValueError(
-                    f"{file}: line {numbers[paths.index(missing[0])]}: {missing[0]} does not exist "
-                    f"({len(missing)} of {len(paths)} files are missing); correct the path, which is "
-                    f"relative to the list, or remove the sample's line from each list{slash}"
+                    f"{text}the list, or remove the sample's line from each list{slash}"
                 )
             columns[key] = PackedStrings(paths)
     return ClipList(
@@ -81,8 +79,6 @@ def _refuse_gaps(files: Mapping[str, str], lines: Mapping[str, Sequence[str]]) -
     blank = {key: [i for i, line in enumerate(texts) if not line] for key, texts in lines.items()}
     for key, places in blank.items():
         if places and blank["video_column"] and places != blank["video_column"]:
-            line = 1 + min(set(places) ^ set(blank["video_column"]))
-            raise ValueError(
-                f"{files[key]} and {files['video_column']} have blank lines in different places, "
-                f"first in line {line}; remove them, so that line numbers match"
-            )
+            text = f"{files[key]} and {files['video_column']} have blank lines in different places, first in line "
+            text += f"{1 + min(set(places) ^ set(blank['video_column']))}"
+            raise ValueError(f"{text}; remove them, so that line numbers match")

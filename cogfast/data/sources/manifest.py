@@ -28,6 +28,7 @@ import cogfast.extensions.stores.store as store
 from cogfast.core.addresses import check_address
 from cogfast.core.files import MOST_LINE_BYTES
 from cogfast.core.values import counted
+from cogfast.data.sources import folders
 from cogfast.data.sources.clip_list import (
     OTHER_VIDEOS,
     SPLITS,
@@ -36,16 +37,7 @@ from cogfast.data.sources.clip_list import (
     OtherFiles,
     PackedStrings,
 )
-from cogfast.data.sources.folders import (
-    ADD_BUCKET,
-    NO_WORDS,
-    SourceError,
-    check_caption_size,
-    find_missing,
-    placed,
-    refuse_samples,
-    text_of,
-)
+from cogfast.data.sources.folders import ADD_BUCKET, NO_WORDS, SourceError, placed, text_of
 
 logger = logging.getLogger(__name__)
 
@@ -90,17 +82,6 @@ def table_hint(folder: str) -> str:
     return f"; its {found[0]} {text}" if found else ""
 
 
-def table_in(folder: str) -> str | None:
-    """Find the metadata file of a folder; None if there is none, ValueError if there are several."""
-    found = tables_in(folder)
-    if len(found) > 1:
-        raise ValueError(
-            f"{folder}: has {found[0]} and {found[1]}; give one of them in place of the folder, or "
-            "remove the other"
-        )
-    return store.join(folder, found[0]) if found else None
-
-
 def is_manifest(source: str) -> bool:
     """Return whether a source has the name of a table."""
     return store.without_query(source).lower().endswith(TABLE_ENDINGS)
@@ -110,13 +91,17 @@ def manifest_of(source: str) -> str:
     """Return a file as it is, and of a folder its metadata file or the one of its train/."""
     if is_manifest(source) if store.is_url(source) else not os.path.isdir(source):
         return source
-    found = table_in(source) or table_in(store.join(source, "train"))
-    if found is None:
-        raise SourceError(
-            f"{source}: has no metadata.jsonl, metadata.csv or metadata.json, nor has its train/; "
-            "give a manifest (.csv, .jsonl or .json) or a folder with such a file"
-        )
-    return found
+    for folder in (source, store.join(source, "train")):
+        found = tables_in(folder)
+        if len(found) > 1:
+            fix = "give one of them in place of the folder, or remove the other"
+            raise ValueError(f"{folder}: has {found[0]} and {found[1]}; {fix}")
+        if found:
+            return store.join(folder, found[0])
+    text = f"{source}: has no metadata.jsonl, metadata.csv or metadata.json, nor has its train/"
+    raise SourceError(
+        f"{text}; give a manifest (.csv, .jsonl or .json) or a folder with such a file"
+    )
 
 
 def read_manifest(
@@ -156,11 +141,11 @@ def read_manifest(
         cells = (_text(row[columns[n]], where, n) if n in columns else "" for n in texts)
         path, caption, *others = cells
         if not path:
-            raise ValueError(
-                f"{where} has no path; write the path of its video into column path (or one of "
-                f"{', '.join(_PATHS[1:])})"
+            fix = (
+                f"write the path of its video into column path (or one of {', '.join(_PATHS[1:])})"
             )
-        check_caption_size(len(caption.encode("utf-8", "replace")), f"{where}: caption")
+            raise ValueError(f"{where} has no path; {fix}")
+        folders.check_caption_size(len(caption.encode("utf-8", "replace")), f"{where}: caption")
         if not caption:
             empty.append(place)
         # Paths are relative to the manifest; joining keeps absolute ones and URLs.
@@ -176,15 +161,12 @@ def read_manifest(
             numbers[name].append(missing if value is None else _number(value, missing, where, name))
         start, end = numbers["start"][-1], numbers["end"][-1]
         if end <= start:
-            raise ValueError(
-                f"{where}: end={end:g} must be after start={start:g}; both are seconds of the video"
-            )
-        split = _text(row.get("split"), where, "split").lower()
-        if split not in _SPLIT_NAMES:
+            text = f"{where}: end={end:g} must be after start={start:g}"
+            raise ValueError(f"{text}; both are seconds of the video")
+        if (split := _text(row.get("split"), where, "split").lower()) not in _SPLIT_NAMES:
             raise ValueError(f"{where}: split={split[:80]!r} is not known; use {', '.join(SPLITS)}")
         splits.append(_SPLIT_NAMES[split])
-        flag = str(row.get("prior") or "").strip().lower()
-        if flag not in _FLAGS:
+        if (flag := str(row.get("prior") or "").strip().lower()) not in _FLAGS:
             raise ValueError(f"{where}: prior={flag[:80]!r} must be true or false")
         prior.append(_FLAGS[flag])
         # Other tools' values of this column say something else.
@@ -198,8 +180,7 @@ def read_manifest(
         found = store.stats(name for n in texts if n != "caption" for name in texts[n])
     except store.StoreError as error:
         raise ValueError(f"{file}: {error}") from None
-    is_gone = find_missing(texts["path"], found)
-    if any(is_gone):
+    if any(is_gone := folders.find_missing(texts["path"], found)):
         i = is_gone.index(True)
         first = f"{places[i]}: {texts['path'][i]}"
         text = "%s: %d of %s name a file that does not exist or is refused, first %s; correct the %s, or remove the row"
@@ -210,7 +191,7 @@ def read_manifest(
         what = f"rows of {file} without a caption"
         fix = f"add them, in column {', '.join(_CAPTIONS[:-1])} or {_CAPTIONS[-1]}, or set "
         fix += "data.params.allow_empty_captions=true"
-        refuse_samples(empty, len(texts["path"]), what, fix)
+        folders.refuse_samples(empty, len(texts["path"]), what, fix)
     files = {n: PackedStrings(texts[n]) for n in (*OTHER_VIDEOS, *tensors) if any(texts[n])}
     # Columns that no row uses are None, so that they cost no memory.
     spans = np.array([numbers["start"], numbers["end"]]).T
@@ -232,19 +213,16 @@ def read_manifest(
 
 def _rows_of(file: str, known: set[str]) -> Iterator[tuple[str, dict]]:
     """Yield ("line 3", or "entry 3" of a list, {name: value}) of each row. known: further columns."""
-    ending = os.path.splitext(store.without_query(file))[1].lower()
-    if ending == ".csv":
+    name = store.without_query(file).lower()
+    if name.endswith(".csv"):
         yield from _csv_rows(file, known)
         return
-    entries = _list_entries if ending == ".json" else _line_entries
-    for place, row in entries(file):
+    for place, row in _list_entries(file) if name.endswith(".json") else _line_entries(file):
         if not isinstance(row, dict):
-            raise ValueError(
-                f"{file}: {place} must be an object with path and caption, {{...}}; correct it"
-            )
+            rule = "must be an object with path and caption, {...}"
+            raise ValueError(f"{file}: {place} {rule}; correct it")
         # Each new key is checked once, not in every row.
-        new = row.keys() - known
-        if new:
+        if new := row.keys() - known:
             _check_columns(file, place, new)
             known |= new
         yield place, row
@@ -284,46 +262,39 @@ def _csv_rows(file: str, known: set[str]) -> Iterator[tuple[str, dict]]:
     reader = csv.DictReader(io.StringIO(text_of(file), newline=""), strict=True)
     try:
         header = reader.fieldnames = [name.strip() for name in reader.fieldnames or []]
-        twice = [name for name in header if name in _KNOWN and header.count(name) > 1]
-        if twice:
+        if twice := [name for name in header if name in _KNOWN and header.count(name) > 1]:
             raise ValueError(f"{file}: line 1 has column {twice[0]} twice; remove one")
         _check_columns(file, "line 1", set(header) - known)
         for name in ("path", "caption"):
             if not set(_NAMES[name]) & set(header):
+                text = f"{file}: line 1 has no column {name} ({','.join(header)[:80]!r}); add it to the header (or one "
                 raise ValueError(
-                    f"{file}: line 1 has no column {name} ({','.join(header)[:80]!r}); add it to the "
-                    f"header (or one of {', '.join(_NAMES[name][1:])}), with commas between columns"
+                    f"{text}of {', '.join(_NAMES[name][1:])}), with commas between columns"
                 )
         for row in reader:
             # csv puts surplus values under None.
             if None in row:
-                raise ValueError(
-                    f"{file}: line {reader.line_num} has more values than the header has columns; "
-                    "quote captions that contain commas"
-                )
+                text = f"{file}: line {reader.line_num} has more values than the header has columns"
+                raise ValueError(f"{text}; quote captions that contain commas")
             yield f"line {reader.line_num}", row
     except csv.Error as error:
-        raise ValueError(
-            f"{file}: line {reader.reader.line_num} is not CSV ({error}); correct the line, and double quotes in a caption"
-        ) from None
+        text = f"{file}: line {reader.reader.line_num} is not CSV ({error})"
+        raise ValueError(f"{text}; correct the line, and double quotes in a caption") from None
 
 
 def _check_columns(file: str, place: str, found: set[str]) -> None:
     """Log columns that are not read; raise ValueError for one that looks misspelt."""
-    unknown = sorted(name for name in found if name not in _KNOWN)
+    unknown = sorted(found - _KNOWN)
     for name in unknown:
         low = str(name).lower().strip()
         if _PARTS.match(low) and not {"start", "end"} & found:
-            raise ValueError(
-                f"{file}: {place}: column {name[:80]} is not read: start and end (seconds) give a part of a video; "
-                "add these, or remove the column if each file is its part"
-            )
+            text = f"{file}: {place}: column {name[:80]} is not read: start and end (seconds) give a part of a video"
+            raise ValueError(f"{text}; add these, or remove the column if each file is its part")
         # A higher cutoff than for keys: manifests have columns of other tools.
         near = difflib.get_close_matches(low, _COLUMNS, n=1, cutoff=0.75)
         if near and low not in _OTHER_TOOLS:
-            raise ValueError(
-                f"{file}: {place}: unknown column {name[:80]!r}; did you mean {near[0]}?"
-            )
+            text = f"{file}: {place}: unknown column {name[:80]!r}"
+            raise ValueError(f"{text}; did you mean {near[0]}?")
     if unknown:
         logger.info("%s: unused columns: %s", file, ", ".join(map(str, unknown)))
     for name in (name for name in unknown if str(name).lower().strip() in _RATES):
@@ -352,8 +323,7 @@ def _text(value: object, where: str, name: str) -> str:
 
 def _number(value: object, missing: float, where: str, name: str) -> float:
     """Read a number; `missing` where there is none, ValueError that begins with place and name if not one."""
-    text = str(value).strip()
-    if not text:
+    if not (text := str(value).strip()):
         return missing
     try:
         number = float(text)

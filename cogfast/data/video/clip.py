@@ -14,9 +14,8 @@ from torch import Tensor
 
 from cogfast.core.values import Range, counted
 from cogfast.data.bad_samples import BadSample
-from cogfast.data.video.file import Refusal, check_file
 from cogfast.data.video.picture import holds_picture, read_pixels
-from cogfast.data.video.reader import ReaderName, VideoReader, open_video
+from cogfast.data.video.reader import ReaderName, Refusal, VideoReader, check_file, open_video
 from cogfast.data.video.transform import (
     FrameSelection,
     Resize,
@@ -94,9 +93,8 @@ class ClipSettings:
 
     @property
     def skips_short_clips(self) -> bool:
-        if self.short_clips is None:
-            return self.frame_selection == "timestamp"
-        return self.short_clips == "skip"
+        by_default = "skip" if self.frame_selection == "timestamp" else "pad"
+        return (self.short_clips or by_default) == "skip"
 
     @property
     def sizes(self) -> tuple[Bucket, ...]:
@@ -124,9 +122,8 @@ class ClipSettings:
 def checked_size(size: Sequence[int]) -> tuple[int, int]:
     """Check data.params.video_size; ValueError if it is not [rows, columns]."""
     if len(size) != 2 or not all(isinstance(v, int) and v > 0 for v in size):
-        raise ValueError(
-            f"data.params.video_size={list(size)} must be [rows, columns], e.g. [480, 720]"
-        )
+        rule = "must be [rows, columns], e.g. [480, 720]"
+        raise ValueError(f"data.params.video_size={list(size)} {rule}")
     return size[0], size[1]
 
 
@@ -134,23 +131,23 @@ def checked_buckets(buckets: Sequence[Sequence[int]] | None) -> tuple[Bucket, ..
     """Check data.params.buckets; ValueError if an entry is invalid or listed twice."""
     if not buckets:
         return None
+    found: list[Bucket] = []
     for i, bucket in enumerate(buckets):
+        shown = f"data.params.buckets[{i}]={list(bucket)}"
         if len(bucket) != 3 or not all(isinstance(v, int) and v > 0 for v in bucket):
-            raise ValueError(
-                f"data.params.buckets[{i}]={list(bucket)} must be [frames, rows, columns], e.g. "
-                "[49, 480, 720]"
-            )
-        if list(bucket) in [list(other) for other in buckets[:i]]:
-            raise ValueError(f"data.params.buckets[{i}]={list(bucket)} is listed twice; remove it")
-    return tuple(Bucket(*bucket) for bucket in buckets)
+            raise ValueError(f"{shown} must be [frames, rows, columns], e.g. [49, 480, 720]")
+        if Bucket(*bucket) in found:
+            raise ValueError(f"{shown} is listed twice; remove it")
+        found.append(Bucket(*bucket))
+    return tuple(found)
 
 
 def checked_batches(given: Sequence[int] | None, sizes: Sequence[Any]) -> list[int]:
     """Check data.params.bucket_batch, and return its number for each of the sizes."""
     if given is not None and len(given) != len(sizes):
+        rule = f"one number for each entry of data.params.buckets, which has {len(sizes)}"
         raise ValueError(
-            f"data.params.bucket_batch={list(given)} must have one number for each entry of "
-            f"data.params.buckets, which has {len(sizes)}; use 1 for clips"
+            f"data.params.bucket_batch={list(given)} must have {rule}; use 1 for clips"
         )
     return list(given or [1] * len(sizes))
 
@@ -173,10 +170,8 @@ def select_frames(times: np.ndarray, fps: float, settings: ClipSettings) -> Sele
         has = len(times) / fps if len(times) == 1 else np.ptp(times) * len(times) / (len(times) - 1)
         fps, need = len(times) / max(has, 1e-9), num_frames / settings.fps
         digits = 1 if f"{has:.1f}" != f"{need:.1f}" else 2
-        raise ValueError(
-            f"{counted(len(times), 'frame')} at {fps:g} fps = {has:.{digits}f} s, need {need:.{digits}f} s "
-            "(data.params.short_clips=pad repeats the last frame)"
-        )
+        text = f"{counted(len(times), 'frame')} at {fps:g} fps = {has:.{digits}f} s, need {need:.{digits}f} s"
+        raise ValueError(f"{text} (data.params.short_clips=pad repeats the last frame)")
     return selection
 
 
@@ -255,8 +250,7 @@ def _choose(
         selection = select_frames(video.times[part], video.fps, settings)
     except ValueError as error:
         raise BadSample(video.path, str(error)) from None
-    num_real = len(selection.indices) - selection.num_padded
-    return selection.indices[:num_real] + part.start, selection
+    return selection.indices[: selection.num_frames] + part.start, selection
 
 
 def _padded(clip: Tensor, selection: Selection) -> Tensor:
@@ -269,10 +263,9 @@ def read_image(path: str, size: tuple[int, int], resize: Resize = "crop") -> Ten
     """Read a picture [3, rows, columns] uint8, resized as clips are."""
     check_file(path)
     try:
-        pixels = read_pixels(path)
+        return resize_picture(read_pixels(path), size, resize)
     except ValueError as error:
         raise BadSample(path, f"{path}: {error}") from None  # it may not be the clip's own file
-    return resize_picture(pixels, size, resize)
 
 
 def resize_picture(pixels: Tensor, size: tuple[int, int], resize: Resize) -> Tensor:
@@ -285,10 +278,7 @@ def resize_picture(pixels: Tensor, size: tuple[int, int], resize: Resize) -> Ten
 @contextmanager
 def named_bytes(data: bytes, suffix: str) -> Iterator[str]:
     """Context manager: a path at which libraries can open `data`, which stays in memory."""
-    descriptor = os.memfd_create("clip" + suffix)
-    try:
-        with open(descriptor, "wb", closefd=False) as file:
-            file.write(data)
-        yield f"/proc/self/fd/{descriptor}"
-    finally:
-        os.close(descriptor)
+    with open(os.memfd_create("clip" + suffix), "wb") as file:
+        file.write(data)
+        file.flush()
+        yield f"/proc/self/fd/{file.fileno()}"

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from cogfast.core.files import open_regular
-from cogfast.data.video.file import MAX_PIXELS, Refusal, check_sides, one_line
+from cogfast.data.video.reader import MAX_PIXELS, Refusal, check_sides, one_line
 
 # Only some of Pillow's formats: for EPS it starts Ghostscript, which executes code in the file.
 _FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "TIFF", "GIF")

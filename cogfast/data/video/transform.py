@@ -17,7 +17,7 @@ from torch import Tensor
 
 from cogfast.core.shapes import TEMPORAL_COMPRESSION
 from cogfast.core.values import counted
-from cogfast.data.video.file import check_sides
+from cogfast.data.video.reader import check_sides
 
 FrameSelection = Literal["timestamp", "sat", "uniform"]
 Resize = Literal["crop", "stretch"]
@@ -85,15 +85,14 @@ def select_frames_sat(length: int, clip_fps: float, fps: float, num_frames: int,
         end = int(start + num_frames / fps * clip_fps)
         stride = (end - start) // num_frames
         if stride == 0:
-            raise ValueError(
-                f"{clip_fps:g} fps is below fps={fps:g}, and frame_selection=sat does not repeat frames"
-            )
+            rule = "and frame_selection=sat does not repeat frames"
+            raise ValueError(f"{clip_fps:g} fps is below fps={fps:g}, {rule}")
         indices = np.arange(start, end, stride)
         if indices[-1] >= length:  # SFTDataset fails with an index beyond the end
-            raise ValueError(
-                f"{counted(length, 'frame')}, but frame_selection=sat reads up to frame "
-                f"{indices[-1]} (skip_frms_num={skip:g})"
+            text = (
+                f"but frame_selection=sat reads up to frame {indices[-1]} (skip_frms_num={skip:g})"
             )
+            raise ValueError(f"{counted(length, 'frame')}, {text}")
     elif length > num_frames:
         end = int(length - skip)
         indices = np.arange(start, end, max((end - start) // num_frames, 1))
@@ -106,10 +105,8 @@ def select_frames_sat(length: int, clip_fps: float, fps: float, num_frames: int,
             kept = 0
         indices = np.arange(start, start + kept)
     if len(indices) == 0:
-        raise ValueError(
-            f"{counted(length, 'frame')}, of which none is left after skip_frms_num={skip:g} at "
-            "either end"
-        )
+        text = f"of which none is left after skip_frms_num={skip:g} at either end"
+        raise ValueError(f"{counted(length, 'frame')}, {text}")
     return Selection(_padded(indices, num_frames), kept)
 
 

@@ -18,6 +18,7 @@ from cogfast.core.files import write_whole
 if TYPE_CHECKING:
     from PIL import Image
 
+_CRF = "18.0"  # of x264: its quality, lower is better
 _NUM_FRAMES, _FRAME_WIDTH = 6, 176  # of each video in a contact sheet
 _MOST_ROWS = 12  # of a contact sheet
 _GAP = 6  # pixels between them
@@ -39,20 +40,16 @@ def to_frames(video: Tensor | np.ndarray) -> np.ndarray:
     # Truncation instead of rounding would darken the video by half a level.
     pixels = video.detach().float().cpu()
     if pixels.numel() and not all(extreme.isfinite() for extreme in pixels.aminmax()):
-        raise ValueError(
-            "the video has NaN or infinite pixels: its weights are damaged, or overflow in fp16; check "
-            "them, or sample in bf16 or float32"
-        )
+        text = "the video has NaN or infinite pixels: its weights are damaged, or overflow in fp16"
+        raise ValueError(f"{text}; check them, or sample in bf16 or float32")
     return pixels.clamp(-1, 1).add(1).mul(127.5).round().to(torch.uint8).permute(1, 2, 3, 0).numpy()
 
 
-def write_video(
-    path: str | Path, video: Tensor | np.ndarray, fps: float, crf: float = 18.0
-) -> None:
+def write_video(path: str | Path, video: Tensor | np.ndarray, fps: float) -> None:
     """Write uint8 [F, H, W, 3] or [3, F, H, W] in [-1, 1] as an H.264 mp4 (yuv420p).
 
-    crf: x264's quality, lower is better. The format needs an even height and width: an odd one is
-    padded with its last row or column. The file gets its name only when it is complete.
+    The format needs an even height and width: an odd one is padded with its last row or column. The file
+    gets its name only when it is complete.
     """
     frames = to_frames(video)
     if len(frames) == 0 or fps <= 0:
@@ -61,10 +58,10 @@ def write_video(
     frames = np.pad(frames, ((0, 0), (0, height % 2), (0, width % 2), (0, 0)), mode="edge")
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_whole(path, lambda draft: _encode(draft, frames, fps, crf))
+    write_whole(path, lambda draft: _encode(draft, frames, fps))
 
 
-def _encode(path: Path, frames: np.ndarray, fps: float, crf: float) -> None:
+def _encode(path: Path, frames: np.ndarray, fps: float) -> None:
     import av
     from av.video.reformatter import ColorPrimaries, ColorRange, Colorspace, ColorTrc
 
@@ -80,7 +77,7 @@ def _encode(path: Path, frames: np.ndarray, fps: float, crf: float) -> None:
         colours.color_primaries, colours.color_trc = ColorPrimaries.BT709, ColorTrc.BT709
         # With several threads x264's output is not deterministic, nor is its macroblock tree on
         # processors with AVX-512: equal frames gave up to 9 different files in 60 trials.
-        stream.options = {"crf": str(crf), "threads": "1", "x264-params": "mbtree=0"}
+        stream.options = {"crf": _CRF, "threads": "1", "x264-params": "mbtree=0"}
         for picture in frames:
             container.mux(stream.encode(av.VideoFrame.from_ndarray(picture, format="rgb24")))
         container.mux(stream.encode())  # flush buffered packets
@@ -108,16 +105,14 @@ def contact_sheet(
     letters = round((width - 2 * _GAP) / font.getlength("x"))  # in a line
     wrap = lambda text: textwrap.wrap(text, letters, max_lines=3, placeholder="…")
     texts = [wrap(caption) or [""] for caption in captions]
-    heights = [
-        len(lines) * _LINE + strip[0].height + 2 * _GAP
-        for lines, strip in zip(texts, strips, strict=True)
-    ]
+    pairs = [*zip(texts, strips, strict=True)]
+    heights = [len(lines) * _LINE + strip[0].height + 2 * _GAP for lines, strip in pairs]
     # Columns of equal numbers of videos: a sheet of one column would be a thread.
     number = math.ceil(len(videos) / math.ceil(len(videos) / _MOST_ROWS))
     columns = [heights[i : i + number] for i in range(0, len(heights), number)]
     sheet = Image.new("RGB", (width * len(columns), max(map(sum, columns)) + _GAP), "white")
     draw = ImageDraw.Draw(sheet)
-    for k, (lines, strip) in enumerate(zip(texts, strips, strict=True)):
+    for k, (lines, strip) in enumerate(pairs):
         left, top = k // number * width + _GAP, _GAP + sum(columns[k // number][: k % number])
         for i, line in enumerate(lines):
             draw.text((left, top + i * _LINE), line, fill="black", font=font)

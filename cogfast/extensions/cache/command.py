@@ -12,10 +12,11 @@ import math
 import random
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
 from functools import cached_property, partial
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -23,18 +24,25 @@ from torch import Tensor
 
 from cogfast.core.files import WriteError
 from cogfast.core.keys import DEFAULT, names_origins
+from cogfast.core.slot_random import SlotRandom, random_bits
 from cogfast.core.values import counted, leaves
 from cogfast.data.bad_samples import BadSample, BadSampleLog, Unavailable
-from cogfast.data.batches import read_sample
+from cogfast.data.batches import in_unit_range, read_sample
 from cogfast.data.datasets import CaptionedVideos, Sample
 from cogfast.data.sources.arrays import KEY as TENSORS_KEY
 from cogfast.data.workers import Reads, read_ahead
 from cogfast.distributed.process_groups import ProcessGroups, start_processes
 from cogfast.distributed.stop_signals import keeping
-from cogfast.extensions.cache.cache_key import cache_specs
-from cogfast.extensions.cache.clip_entries import content_random, encode_clips
+from cogfast.extensions.cache.cached_data import cache_specs
 from cogfast.extensions.cache.encode_choice import largest_clips, log_plan, memory_for_clips
-from cogfast.extensions.cache.entries import ENCODE_CHUNKS, Entries, Spec, difference, find_entries
+from cogfast.extensions.cache.entries import (
+    ENCODE_CHUNKS,
+    NUMBERS,
+    Entries,
+    Spec,
+    difference,
+    find_entries,
+)
 from cogfast.extensions.cache.entry_keys import (
     Sources,
     hash_files,
@@ -45,7 +53,7 @@ from cogfast.extensions.cache.entry_keys import (
 )
 from cogfast.extensions.dali.dali import dali_of_this_process
 from cogfast.extensions.stores.store import StoreError, check_writable, in_threads
-from cogfast.model.autoencoder import ENCODE_MODES, EncodePlan, VideoAutoencoder
+from cogfast.model.autoencoder import ENCODE_MODES, EncodePlan, Moments, VideoAutoencoder
 from cogfast.train.assembly import Datasets, assemble_datasets, assemble_encoder
 from cogfast.train.encode import Encoder
 from cogfast.train.frozen_encoders import NO_OVERRIDES, EncodeOverrides
@@ -60,6 +68,7 @@ _CAPTIONS_AT_ONCE = 8
 _WRITING_THREADS = 8
 _HASHED_AT_ONCE = 256  # files per rank; a kill loses this much work
 _SECONDS_PER_LINE = 30.0  # between log lines of progress
+_NO_VARIANCE = -1e4  # logarithm; its exponential is 0 in float32
 
 
 @names_origins
@@ -79,10 +88,7 @@ def encode_first(
     run: Run, args: TrainKeys, groups: ProcessGroups, overrides: EncodeOverrides
 ) -> None:
     """Fill args.latent_cache as `cogfast cache` does, and free the memory of the encoders."""
-    kept = (
-        f"; the entries that are complete are kept in {args.latent_cache}, and the same command "
-        "continues from there"
-    )
+    kept = f"; the entries that are complete are kept in {args.latent_cache}, and the same command continues from there"
     # Each rank encodes other clips, also the ranks that share a model later.
     with keeping(kept):
         groups = groups.without_models()
@@ -224,20 +230,16 @@ class _CacheRun:
         self.keys["text"] = [hash_text(clip.caption) for clip in self.clips]
         self.keys["video"] = [sample_key(c.dataset, c.index, sources) for c in self.clips]
         for kind, spec in specs.items():
-            changed = difference(self.folder, kind, spec)
-            if changed:
+            if changed := difference(self.folder, kind, spec):
                 text = "args.latent_cache=%s: %s: encoding again; the old entries are kept"
                 logger.warning(text, self.folder, changed)
         texts = self._missing("text", specs["text"])
         clips, how = self._missing_clips(specs["video"], budget)
-        logger.info(
-            "%s: encoding %d of %s and %d of %s",
-            self.folder,
-            len(clips.missing),
-            counted(len(set(self.keys["video"])), "clip"),
-            len(texts.missing),
-            counted(len(set(self.keys["text"])), "caption"),
-        )
+        each = [
+            counted(len({*self.keys[k]}), n) for k, n in (("video", "clip"), ("text", "caption"))
+        ]
+        text = f"{len(clips.missing)} of {each[0]} and {len(texts.missing)} of {each[1]}"
+        logger.info("%s: encoding %s", self.folder, text)
         for work in (texts, clips):
             work.entries.create()
         return texts, clips, how
@@ -256,12 +258,10 @@ class _CacheRun:
             if before != how.mode and (there := len({*self.keys["video"]}) - len(work.missing)):
                 kept = stage.limit_encode_memory(budget, shape, [(before, True)])
                 if kept.num_bytes > budget:
-                    raise ValueError(
-                        f"args.latent_cache={self.folder} has {counted(there, 'clip')} of encode_chunks={before}, which "
-                        f"takes {kept.num_bytes / 2**30:.1f} GiB of {budget / 2**30:.1f} (args.vae_memory_gib, or the "
-                        f"free memory); free memory, set model.first_stage_config.params.encode_chunks={before} to try "
-                        f"it, or ={how.mode} to encode all clips again"
-                    )
+                    text = f"args.latent_cache={self.folder} has {counted(there, 'clip')} of encode_chunks={before}, which "
+                    text += f"takes {kept.num_bytes / 2**30:.1f} GiB of {budget / 2**30:.1f} (args.vae_memory_gib, or the "
+                    text += f"free memory); free memory, set model.first_stage_config.params.encode_chunks={before} to try "
+                    raise ValueError(f"{text}it, or ={how.mode} to encode all clips again")
                 how = kept
             work = self._missing("video", {**spec, ENCODE_CHUNKS: how.mode})
         log_plan(stage, shape, how, budget)
@@ -358,12 +358,11 @@ class _CacheRun:
             rng = content_random(batch, self.groups.device)
             made = encoder.encode_captions([clip.caption for clip in clips], rng)
             made = made.cpu()  # sync: into a file
-            found: dict[str, dict[str, Tensor] | BadSample] = {}
-            for key, clip, embedding in zip(batch, clips, made, strict=True):
-                found[key] = {"embedding": embedding}
-                if not embedding.isfinite().all():
-                    found[key] = BadSample(clip.name, "the embedding of its caption is not finite")
-            yield found
+            why = "the embedding of its caption is not finite"
+            yield {
+                key: {"embedding": one} if one.isfinite().all() else BadSample(clip.name, why)
+                for key, clip, one in zip(batch, clips, made, strict=True)
+            }
 
     def _encode_clips(self, work: _Work, batches: Iterator[Sequence[str]]) -> _Encoded:
         encoder = self.video_encoder
@@ -381,10 +380,8 @@ class _CacheRun:
             for samples in read:
                 bad = {key: one for key, one in samples.items() if isinstance(one, BadSample)}
                 good = {key: one for key, one in samples.items() if not isinstance(one, BadSample)}
-                rows = [
-                    (sample, key, has_frames and not self.clips[work.missing[key]].is_control)
-                    for key, sample in good.items()
-                ]
+                is_clip = lambda key: not self.clips[work.missing[key]].is_control
+                rows = [(one, key, has_frames and is_clip(key)) for key, one in good.items()]
                 number = self.args.cached_noised_images
                 entries = encode_clips(rows, encoder, number, self.groups.device)
                 yield bad | dict(zip(good, entries, strict=True))
@@ -410,13 +407,8 @@ class _CacheRun:
                 if there.get(key):
                     self.bad.add(clip.name, work.entries.reason(key))
         self.bad.check()
-        logger.info(
-            "%s: %s, %d bad; train with args.latent_cache=%s",
-            self.folder,
-            counted(len(self.clips), "sample"),
-            len(self.bad.reasons),
-            self.folder,
-        )
+        text, number = "%s: %s, %d bad; train with args.latent_cache=%s", len(self.bad.reasons)
+        logger.info(text, self.folder, counted(len(self.clips), "sample"), number, self.folder)
 
 
 def _one_ahead(items: Iterator[list[str]]) -> Iterator[list[str]]:
@@ -451,10 +443,79 @@ class _Clips(Reads):
         clips = [self._clip(one) for one in key]
         # A slow store does not count for args.decode_timeout, which makes a clip bad for ever.
         list(in_threads(lambda clip: clip.dataset.fetch([clip.index]), clips))
-        return {one: self._sample(clip) for one, clip in zip(key, clips, strict=True)}
+        found: dict[str, Sample | BadSample] = {}
+        for one, clip in zip(key, clips, strict=True):
+            try:
+                found[one] = read_sample(clip.dataset, clip.index, self.timeout)
+            except BadSample as error:
+                found[one] = error
+        return found
 
-    def _sample(self, clip: _Clip) -> Sample | BadSample:
-        try:
-            return read_sample(clip.dataset, clip.index, self.timeout)
-        except BadSample as error:
-            return error
+
+def encode_clips(
+    rows: Iterable[tuple[Sample, str, bool]],
+    encoder: Encoder,
+    num_noised_images: int,
+    device: torch.device,
+) -> Iterator[dict[str, Tensor] | BadSample]:
+    """Yield the entry of each sample. Consecutive samples of one size are encoded together.
+
+    rows: samples, their keys, which seed the noise of noised images, and whether they are clips of which the model is
+    given frames. num_noised_images: 0 keeps the first frame of image-to-video as uint8.
+    """
+    # Buckets give clips of several sizes, which cannot be stacked.
+    of_group = lambda row: (row[0]["video"].shape, row[2])
+    for (shape, has_frames), group in groupby(rows, key=of_group):
+        together, own_keys, _ = zip(*group, strict=True)
+        parts = _moments(together, own_keys, encoder, device)
+        if has_frames and encoder.given_frames is not None:
+            frames = encoder.given_frames.pixel_frames(shape[0])
+            chosen = torch.stack([sample["video"][frames] for sample in together])
+            parts["given_frames"] = chosen.cpu()  # sync: into a file
+        if has_frames and encoder.image_input:
+            each = [s["images"] if "images" in s else s["video"][0] for s in together]
+            images = torch.stack(each)
+            if num_noised_images:
+                moments = encoder.encode_noised(images.to(device), own_keys, num_noised_images)
+                parts |= _tensors("noised_image_", moments)
+            else:
+                parts["first_frame"] = images.cpu()  # sync: into a file
+        for i, sample in enumerate(together):
+            entry = {name: tensor[i].contiguous() for name, tensor in parts.items()}
+            if all(tensor.isfinite().all() for tensor in entry.values()):
+                yield entry | {name: _number(sample[name]) for name in NUMBERS}
+            else:
+                yield BadSample(sample["path"], "its latents are not finite")
+
+
+def _moments(
+    samples: Sequence[Sample], keys: Sequence[str], encoder: Encoder, device: torch.device
+) -> dict[str, Tensor]:
+    clips = torch.stack([sample["video"] for sample in samples])
+    pixels = in_unit_range(clips.to(device, non_blocking=True)).transpose(1, 2)
+    if encoder.overrides.encode_video is not None:
+        # It returns one sample, scaled latents [B, C, T, h, w], which every epoch uses as they are.
+        own = encoder.encode_clips(pixels, content_random(keys, device)).cpu()  # sync: into a file
+        # In float32: a quotient that is rounded to bf16 would not give the latents again.
+        mean = own.float() / encoder.scale_factor
+        # All samples of a batch need a variance. The reader expands this one, which is 0.
+        return {"mean": mean, "logvar": mean.new_full((len(mean), 1, 1, 1, 1), _NO_VARIANCE)}
+    # Mean and variance, so that each epoch can draw another sample of the latents.
+    return _tensors("", encoder.encode_moments(pixels))
+
+
+def content_random(keys: Sequence[str], device: torch.device) -> SlotRandom:
+    """Return draws that depend on the keys of entries alone, and not on the run that writes them."""
+    return SlotRandom(0, 0, [random_bits(key) for key in keys], 0, device)
+
+
+def _number(value: float) -> Tensor:
+    # torch would make a float32 of a float, and a batch of Python numbers has float64.
+    return torch.tensor(value, dtype=torch.float64 if isinstance(value, float) else torch.int64)
+
+
+def _tensors(prefix: str, moments: Moments) -> dict[str, Tensor]:
+    tensors = {f"{prefix}mean": moments.mean.cpu()}  # sync: into a file
+    if moments.logvar is not None:
+        tensors[f"{prefix}logvar"] = moments.logvar.cpu()  # sync: into a file
+    return tensors

@@ -75,8 +75,7 @@ class EncodeChoice:
         # A user's own data set may return larger clips than the configuration says, and pictures on some ranks.
         own = memory_for_clips(self.args, self.groups), (self.shape[0], *clips.shape[2:])
         budgets, shapes = zip(*self.groups.gather(own), strict=True)
-        found = [shape for shape in (*shapes, self.shape) if shape[1] > 1]
-        if not found:
+        if not (found := [shape for shape in (*shapes, self.shape) if shape[1] > 1]):
             return
         # A way that fits into the least free memory fits on all ranks.
         budget, shape = min(budgets), max(found, key=math.prod)
@@ -122,17 +121,9 @@ def log_plan(
     text = "clips of %dx%dx%d are encoded %s%s: about %.1f GiB of %.1f%s"
     logger.info(text, *sides, way, one_by_one, needed, most, others)
     if plan.num_bytes > budget:
-        fix = (
-            "set model.first_stage_config.params.encode_chunks to frames or tiles, which need less memory "
-            "and change the latents"
-        )
+        fix = "set model.first_stage_config.params.encode_chunks to frames or tiles, which need less memory and change "
+        fix += "the latents"
         if plan.mode == "tiles":
             fix = "reduce data.params.video_size or max_num_frames"
-        logger.warning(
-            "%.1f GiB may be used (args.vae_memory_gib, or the free memory), but encoding %s needs about "
-            "%.1f; %s",
-            most,
-            way,
-            needed,
-            fix,
-        )
+        text = "%.1f GiB may be used (args.vae_memory_gib, or the free memory), but encoding %s needs about %.1f; %s"
+        logger.warning(text, most, way, needed, fix)

@@ -71,7 +71,6 @@ class Entries:
     def keys(self, digits: str = "") -> dict[str, bool]:
         """Return {key: whether it is a bad sample} of all entries, or of those whose keys begin with two
         digits, by the names of the files alone."""
-        found: dict[str, bool] = {}
         try:
             files = []
             if is_url(self.folder):
@@ -81,18 +80,14 @@ class Entries:
                 every = (one for part in parts if part.is_dir() for one in os.scandir(part))
                 # Reading a pipe would not end.
                 files = [one.name for one in every if one.is_file()]
-            for name in map(os.path.basename, files):
-                key, kind = os.path.splitext(name)
-                if kind == _ENTRY:
-                    found[key] = False
-                elif kind == _BAD:
-                    found.setdefault(key, True)
+            pairs = [os.path.splitext(os.path.basename(name)) for name in files]
+            bad = {key: True for key, kind in pairs if kind == _BAD}
+            return bad | {key: False for key, kind in pairs if kind == _ENTRY}
         except StoreError:
             raise
         except OSError as error:
             text = f"args.latent_cache: {error.filename} cannot be read ({error.strerror})"
             raise ValueError(f"{text}; use a readable folder") from None
-        return found
 
     def create(self) -> None:
         """Write the spec, and remove temporary files that killed processes left."""

@@ -6,9 +6,8 @@ import hashlib
 import json
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -16,13 +15,12 @@ import numpy as np
 from cogfast.core.addresses import distinct, is_url
 from cogfast.core.files import WriteError, open_regular
 from cogfast.data.datasets import CaptionedVideos
+from cogfast.data.sources.clip_list import place_of
 from cogfast.data.sources.file_index import FileIndex, to_lines
 from cogfast.extensions.stores import store
-from cogfast.extensions.stores.store import StoreError
 from cogfast.extensions.tar.tar_shards import MEMBER
 
 _HASHING_THREADS = 8
-_MOST_OBJECTS = 256  # of hashes in a store, before they are merged
 _BLOCK = 2**20  # bytes read at once
 _UNREADABLE = "unreadable-"  # prefix of the hash of a file that cannot be read
 
@@ -41,10 +39,8 @@ def used_samples(videos: CaptionedVideos) -> list[int]:
     """The samples that training can ask for: weight above 0, and assigned to a bucket."""
     clips = videos.clips
     is_used = np.ones(len(videos), dtype=bool)
-    if clips.weights is not None:
-        is_used &= clips.weights > 0
-    if clips.buckets is not None:
-        is_used &= clips.buckets >= 0
+    is_used &= True if clips.weights is None else clips.weights > 0
+    is_used &= True if clips.buckets is None else clips.buckets >= 0
     return np.flatnonzero(is_used).tolist()
 
 
@@ -52,8 +48,7 @@ def source_files(videos: CaptionedVideos, indices: Sequence[int]) -> Files:
     """Return the files that samples are read from: a video each, and images and controls of their own."""
     clips, found = videos.clips, {}
     for index in indices:
-        place = (-1, -1) if clips.places is None else tuple(clips.places[index].tolist())
-        found[clips.files[index]] = () if place[0] < 0 else place
+        found[clips.files[index]] = place_of(clips, index) or ()
         if clips.images is not None and clips.images[index]:
             found[clips.images[index]] = ()
     for name, other in videos.encoded.items():
@@ -94,7 +89,7 @@ class Sources:
     def __init__(self, folder: str | Path) -> None:
         is_in_store = is_url(folder)
         self._folder = store.join(str(folder), "sources") if is_in_store else None
-        self._objects: list[str] = []  # those that were read or written
+        self._objects: set[str] = set()  # those that were read or written
         self._stale: dict[str, str] | None = None  # {name: version} of what `changed` has found
         self._index = FileIndex(None if is_in_store else Path(folder) / "sources.jsonl")
 
@@ -102,23 +97,20 @@ class Sources:
         """Read what other processes have added to a store since."""
         if self._folder is None:
             return
-        known = set(self._objects)
-        new = [url for url in store.find(self._folder) if url not in known]
-        for url, copy in zip(new, store.in_threads(_copy_or_none, new), strict=True):
+        new = [url for url in store.find(self._folder) if url not in self._objects]
+        # They never change.
+        for copy in store.in_threads(lambda url: store.local_copy(url, "-"), new):
             # Another process may have seen other versions: their hashes are not those of this run's files.
             stale, rows = self._stale, FileIndex(copy).rows()
             self._index.add(row for row in rows if stale is None or stale.get(row[0]) == row[1])
-            self._objects += [] if copy is None else [url]
+        self._objects |= {*new}
 
     def changed(self, files: Files, trust_index: bool = False) -> list[str]:
         """Forget and return the files that are new, or changed since they were hashed. trust_index: only new ones."""
         self._stale = None
         self._refresh()
-        file_of = {
-            name: _file_of(name, part)
-            for name, part in files.items()
-            if not (trust_index and self._index.last(_absolute(name)))
-        }
+        is_known = lambda name: trust_index and self._index.last(_absolute(name))
+        file_of = {n: _file_of(n, part) for n, part in files.items() if not is_known(n)}
         there = store.stats(file_of.values())
         every = [*dict.fromkeys(file_of.values())]  # many members of a tar shard share its version
         version = lambda file: there[file].version if file in there else version_of(file)
@@ -135,9 +127,9 @@ class Sources:
     def left(self, names: Sequence[str]) -> list[str]:
         """Return those of changed or unreadable files that no other process has hashed since."""
         self._refresh()
-        return [n for n in names if not self.recorded(n) or self.unreadable({n: ()})]
+        return [n for n in names if not self.recorded(n) or self.unreadable([n])]
 
-    def unreadable(self, files: Files) -> list[str]:
+    def unreadable(self, files: Iterable[str]) -> list[str]:
         return [name for name in files if self.recorded(name).startswith(_UNREADABLE)]
 
     def recorded(self, name: str) -> str:
@@ -152,23 +144,11 @@ class Sources:
             path = self._index.path
             assert path is not None, "an index without a file writes nothing"
             raise WriteError(path, error) from None
-        if self._folder is None or not found:
-            return
-        # A name that sorts behind all earlier ones: the last line of a file counts.
-        url = f"{self._folder}/{time.time_ns():020}-{os.urandom(4).hex()}.jsonl"
-        if len(self._objects) < _MOST_OBJECTS:
+        if self._folder is not None and found:
+            # A name that sorts behind all earlier ones: the last line of a file counts.
+            url = f"{self._folder}/{time.time_ns():020}-{os.urandom(4).hex()}.jsonl"
             store.write(url, to_lines(found))
-        else:
-            # All rows: other workers may read other files, or other versions of them.
-            merged = FileIndex(None)
-            for copy in store.in_threads(_copy_or_none, sorted(self._objects)):
-                merged.add(FileIndex(copy).rows())
-            merged.add(found)
-            store.write(url, to_lines(merged.rows()))
-            with suppress(StoreError):  # without the right to remove, they stay
-                store.remove(self._objects)
-            self._objects = []
-        self._objects.append(url)
+            self._objects.add(url)
 
 
 def hash_files(names: Sequence[str], files: Files) -> list[HashedFile]:
@@ -192,9 +172,8 @@ def hash_file(path: str, *part: int, version: str | None = None) -> str:
     """
     # hashlib releases the interpreter lock for large blocks, so that threads hash in parallel.
     digest = hashlib.blake2b(digest_size=16)
-    version = version_of(path) if version is None else version
     try:
-        if not version:
+        if not (version := version_of(path) if version is None else version):
             raise FileNotFoundError(path)
         # The copy of an object stays for the reader of the clip.
         size = store.stat(path).num_bytes if is_url(path) else None
@@ -212,14 +191,6 @@ def hash_file(path: str, *part: int, version: str | None = None) -> str:
 
 def _absolute(name: str) -> str:
     return distinct(name) if is_url(name) else os.path.abspath(name)
-
-
-def _copy_or_none(url: str) -> Path | None:
-    """Return a local copy of an object of hashes; None if another process has merged it."""
-    try:
-        return store.local_copy(url, "-")
-    except FileNotFoundError:
-        return None
 
 
 def _file_of(name: str, part: tuple[int, ...]) -> str:

@@ -81,8 +81,7 @@ def check_conditions(model: ModelKeys, network: dict[str, Any]) -> None:
         text = f"{key}=drop leaves out the learned position table of args.load, but the network has one"
         raise KeyProblem(key, f"{text}; set {flag}=false, or {key}=resize")
     _check_frames_and_masks(model)
-    needed = made + num_condition_channels(inputs, made)
-    if given == needed:
+    if given == (needed := made + num_condition_channels(inputs, made)):
         return
     sizes = f"in_channels={given} and out_channels={made}"
     if model.conditions is not None:
@@ -185,8 +184,7 @@ def stated_conditions(folder: Path, family: Family) -> tuple[str, ...] | None:
     of text-to-video; a network that has twice the channels, but no learned position table, is none of
     image-to-video there (2B has no learned table in any case).
     """
-    file = folder / "model_index.json"
-    if not file.is_file():
+    if not (file := folder / "model_index.json").is_file():
         return None
     kind = read_json(file).get("_class_name")
     if kind in _STATED:
@@ -241,7 +239,6 @@ def check_stated(model: ModelKeys, folder: Path, family: Family) -> None:
         if model.new_channels is not None:
             return
         fix = "or add channels to the model with model.new_channels=zero"
-    raise ValueError(
-        f"args.load={folder}: its model_index.json ({kind}) tells a model with the conditions "
-        f"{_list(stated)}, the configuration has {_list(inputs)}; set model.conditions={show(list(stated))}, {fix}"
-    )
+    text = f"args.load={folder}: its model_index.json ({kind}) tells a model with the conditions {_list(stated)}, the "
+    text += f"configuration has {_list(inputs)}; set model.conditions={show(list(stated))}"
+    raise ValueError(f"{text}, {fix}")

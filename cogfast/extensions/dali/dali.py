@@ -14,7 +14,7 @@ import functools
 import importlib
 import importlib.util
 import logging
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.utils.data import get_worker_info
 
 from cogfast.data.bad_samples import BadSample
-from cogfast.data.video.file import first_frame, read_header
+from cogfast.data.video.reader import first_frame, read_header
 from cogfast.data.video.transform import Resize, cover_size
 
 logger = logging.getLogger(__name__)
@@ -52,19 +52,16 @@ def _reason_unavailable() -> str | None:
         if torch.cuda.is_available():
             ctypes.CDLL("libnvcuvid.so.1")
     except OSError:
-        return (
-            "the driver's decoder libnvcuvid.so.1 is missing; in a container set "
-            "NVIDIA_DRIVER_CAPABILITIES=compute,utility,video"
-        )
+        fix = "in a container set NVIDIA_DRIVER_CAPABILITIES=compute,utility,video"
+        return f"the driver's decoder libnvcuvid.so.1 is missing; {fix}"
     return None
 
 
 def check_backend(backend: VideoBackend) -> None:
     """Raise ValueError if DALI is configured but cannot run."""
     if backend == "dali" and (reason := _reason_unavailable()) is not None:
-        raise ValueError(
-            f"data.params.video_backend=dali: {reason}; auto uses PyAV where DALI cannot run"
-        )
+        text = f"data.params.video_backend=dali: {reason}"
+        raise ValueError(f"{text}; auto uses PyAV where DALI cannot run")
 
 
 def dali_of_this_process(backend: VideoBackend) -> DaliReader | None:
@@ -132,7 +129,7 @@ class DaliReader:
             "crop": deque(),
             "stretch": deque(),
         }
-        self._refusals: dict[str, int] = {}  # {kind: number of valid files that DALI refused}
+        self._refusals = Counter[str]()  # {kind: number of valid files that DALI refused}
         self._known: set[str] = set()  # kinds of which DALI has decoded a file
 
     @contextmanager
@@ -152,11 +149,12 @@ class DaliReader:
         except BadSample:
             return None
         kind = f"{header.codec} {first.format.name} {first.width}x{first.height}"
-        if kind not in self._known and self._refusals.get(kind, 0) >= _NUM_SUFFICIENT:
+        if kind not in self._known and self._refusals[kind] >= _NUM_SUFFICIENT:
             return None
         # DALI ignores rotation, counts discarded frames as shown ones, and may take another stream.
-        is_other = bool(header.num_discarded) or any(look[:3]) or "streams" in look.notes
-        if header.num_bytes > _MAX_BYTES or is_other:
+        is_other = any(look[:3]) or "streams" in look.notes
+        is_cut = any(packet.is_discard for packet in header.packets)
+        if header.num_bytes > _MAX_BYTES or is_other or is_cut:
             return None
         return DaliVideo(
             path=path,
@@ -204,13 +202,10 @@ class DaliReader:
         """Count a file that DALI refused and PyAV has read. Broken files must not be counted."""
         # `open` skips DALI only for kinds of which it has decoded no file, so that the decoder of
         # other files does not depend on the order of reading.
-        times = self._refusals[video.kind] = self._refusals.get(video.kind, 0) + 1
-        if times == 1:
-            logger.warning(
-                "videos of the kind %s that DALI cannot decode are read by PyAV (%s)",
-                video.kind,
-                refusal,
-            )
+        self._refusals[video.kind] += 1
+        if self._refusals[video.kind] == 1:
+            text = "videos of the kind %s that DALI cannot decode are read by PyAV (%s)"
+            logger.warning(text, video.kind, refusal)
 
 
 def _pipeline(device: torch.device, resize: Resize) -> Callable[..., Tensor]:
@@ -237,12 +232,9 @@ def _pipeline(device: torch.device, resize: Resize) -> Callable[..., Tensor]:
             for name, ndim in (("size", 1), ("rows", 0), ("columns", 0))
         )
         # affine=False: with pinned threads all pipelines would share the first cores.
+        device = "mixed" if is_gpu else "cpu"
         video = fn.decoders.video(
-            encoded,
-            frames=frames,
-            device="mixed" if is_gpu else "cpu",
-            pad_mode="none",
-            affine=False,
+            encoded, frames=frames, device=device, pad_mode="none", affine=False
         )
         # The filters of resize_and_center_crop and of FFmpeg's `scale`, which PyAV's frames go
         # through. FFmpeg's has a wider support if it scales down, as with antialiasing here.
@@ -263,14 +255,10 @@ def _pipeline(device: torch.device, resize: Resize) -> Callable[..., Tensor]:
     def run(
         encoded: np.ndarray, indices: np.ndarray, size: tuple[int, int], target: tuple[int, int]
     ) -> Tensor:
-        for name, value in (
-            ("encoded", encoded),
-            ("frames", np.asarray(indices, np.int32)),
-            ("size", np.array(size, np.float32)),
-            ("rows", np.array(target[0], np.float32)),
-            ("columns", np.array(target[1], np.float32)),
-        ):
-            pipeline.feed_input(name, [value])
+        pipeline.feed_input("encoded", [encoded])
+        pipeline.feed_input("frames", [np.asarray(indices, np.int32)])
+        for name, value in (("size", size), ("rows", target[0]), ("columns", target[1])):
+            pipeline.feed_input(name, [np.array(value, np.float32)])
         (out,) = pipeline.run(torch.cuda.current_stream(device)) if is_gpu else pipeline.run()
         # Copy on the device, because DALI reuses its output memory.
         return to_torch_tensor(out[0], copy=True)

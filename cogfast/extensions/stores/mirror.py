@@ -102,8 +102,7 @@ def copy_of(name: str, is_whole: bool = False, may_download: bool = True) -> str
     if [*found] == [url]:
         folder, _, file = url.rpartition("/")
         return str(_local_folder(folder, *found.items()) / file)
-    wanted = _without_checkpoint_files(found)
-    if not is_whole and len(wanted) < len(found):
+    if len(wanted := _without_checkpoint_files(found)) < len(found) and not is_whole:
         wanted = {file: about for file, about in wanted.items() if _SETTINGS.fullmatch(file)}
     return str(_local_folder(url, *wanted.items()))
 

@@ -95,8 +95,7 @@ def stat(name: str) -> Stat:
         found = os.stat(name)
         return Stat(found.st_size, f"{found.st_size}-{found.st_mtime_ns}")
     info = lambda fs, path: waited(name, fs, fs._info(path)) if fs.async_impl else fs.info(path)
-    about = _call(name, info)
-    if about["type"] != "file":
+    if (about := _call(name, info))["type"] != "file":
         raise FileNotFoundError(f"{name}: not an object but a folder")
     return _stat_of(name, about)
 
@@ -540,8 +539,7 @@ def _stat_of(url: str, about: Mapping[str, Any]) -> Stat:
     found = next((str(about[key]) for key in _VERSIONS if about.get(key)), None)
     if about["size"] is None or found is None:
         text = f"{url}: its server does not tell its size (Content-Length, without compression) or version (ETag, "
-        raise StoreError(
-            f"{text}Last-Modified); use another server; of a folder, name the files in a manifest"
-        )
+        text += "Last-Modified); use another server; of a folder, name the files in a manifest"
+        raise StoreError(text)
     version = f"{about['size']}-{found.strip(chr(34))}".encode()
     return Stat(int(about["size"]), hashlib.blake2b(version, digest_size=8).hexdigest())

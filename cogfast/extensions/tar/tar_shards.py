@@ -26,18 +26,10 @@ import numpy as np
 from cogfast.core.addresses import distinct
 from cogfast.core.values import counted
 from cogfast.data.bad_samples import BadSample
+from cogfast.data.sources import folders
 from cogfast.data.sources.clip_list import OTHER_VIDEOS, ClipList, OtherFiles, PackedStrings, join
 from cogfast.data.sources.file_index import user_index
-from cogfast.data.sources.folders import (
-    PICTURE_ENDINGS,
-    SourceError,
-    check_caption_size,
-    decoded,
-    in_data,
-    named,
-    text_of,
-    worded,
-)
+from cogfast.data.sources.folders import PICTURE_ENDINGS, SourceError, in_data, named
 from cogfast.extensions.stores import store
 from cogfast.extensions.stores.ranges import RangeFile
 from cogfast.extensions.stores.store import Stat, Versions
@@ -67,8 +59,7 @@ def expand_braces(pattern: str) -> list[str]:
 
 
 def _expanded(pattern: str) -> Iterator[str]:
-    found = _BRACES.search(pattern)
-    if found is None:
+    if (found := _BRACES.search(pattern)) is None:
         yield pattern
         return
     names, number = iter(found[1].split(",")), found[1].count(",") + 1
@@ -78,9 +69,8 @@ def _expanded(pattern: str) -> Iterator[str]:
         # Names have as many digits as the first number: {000..010} starts at 000, not at 0.
         names = (f"{i:0{len(first)}d}" for i in range(int(first), int(last) + 1))
     if number < 2:
-        raise SourceError(
-            f"{pattern[:200]}: {found[0][:40]} is not a range or list; use {{000..099}} or {{a,b}}"
-        )
+        rule = "is not a range or list; use {000..099} or {a,b}"
+        raise SourceError(f"{pattern[:200]}: {found[0][:40]} {rule}")
     for name in names:
         yield from _expanded(pattern[: found.start()] + name + pattern[found.end() :])
 
@@ -141,9 +131,8 @@ def read_member(clips: ClipList, file: str, offset: int, size: int) -> bytes:
 
 def list_shards(shards: Sequence[str], caption_key: str, has_pictures: bool) -> ClipList:
     """List the samples of shards, one shard after the other."""
-    for url in shards:
-        if MEMBER in url:
-            raise ValueError(f"{url[:200]}: a shard's name must not contain {MEMBER}; rename it")
+    for url in (url for url in shards if MEMBER in url):
+        raise ValueError(f"{url[:200]}: a shard's name must not contain {MEMBER}; rename it")
     found = store.stats([*shards, *map(_meta_file, shards)])
     list_one = lambda url: list_shard(url, caption_key, has_pictures, found)
     # Their headers are read by many small requests.
@@ -167,8 +156,7 @@ def list_shard(
         about = found.get(url) or store.stat(url)
         of_meta = store.stat(meta) if os.path.exists(meta) else found.get(meta)
         version = about.version + (f"-{of_meta.version}" if of_meta else "")
-        kept = index.get(known, version)
-        if kept is None:
+        if (kept := index.get(known, version)) is None:
             kept = _rows(url, about.num_bytes, caption_key, of_meta is not None)
             index.keep([(known, version, *kept)])
     except OSError as error:
@@ -191,16 +179,15 @@ def list_shard(
         if not any(k in members for k in kinds):
             others.append(f"{key}: {', '.join(members)}")
             continue
-        captions.append(worded(caption))
+        captions.append(folders.worded(caption))
         for start, (files, places) in columns.items():
             # A sample with several videos is read from the first kind in VIDEO_KINDS.
             kind = next((start + k for k in kinds_of[start] if start + k in members), None)
             files.append("" if kind is None else f"{url}{MEMBER}{key}.{kind}")
             places.append((-1, -1) if kind is None else members[kind])
     if not captions:
-        raise ValueError(
-            f"{url}: contains no video ({', '.join(kinds)}); leave the shard out of the data"
-        )
+        text = f"{url}: contains no video ({', '.join(kinds)})"
+        raise ValueError(f"{text}; leave the shard out of the data")
     if others:
         text = "%s: not read: %s (names up to the first dot) without a video: %s"
         logger.warning(text, url, counted(len(others), "sample"), named(others))
@@ -236,9 +223,8 @@ def _rows(
             caption = _member_text(url, key, "txt", kinds)
         # JSON escapes can spell single surrogates, which a tokenizer refuses.
         if any("\ud800" <= c <= "\udfff" for c in caption):
-            raise ValueError(
-                f"{url}: the caption of {key!r} is not valid Unicode; write it again as UTF-8"
-            )
+            text = f"{url}: the caption of {key!r} is not valid Unicode"
+            raise ValueError(f"{text}; write it again as UTF-8")
         # Captions are one line, as those of other layouts.
         rows.append((key, " ".join(caption.split()), kinds))
     if not is_whole:
@@ -257,34 +243,27 @@ def _members(
     a line per fault; and whether the shard is complete.
     """
     found: dict[str, dict[str, tuple[int, int]]] = {}
-    twice = []
+    twice: list[str] = []
     with store.open_file(url, num_bytes) as file:
         is_whole = True
         try:
             for member, end in _headers(file):
                 _check_member(url, member)
-                key, dot, kind = _split_name(member.name)
+                # folder/x.a.b: key folder/x, kind a.b
+                folder, slash, last = member.name.removeprefix("./").rpartition("/")
+                stem, dot, kind = last.partition(".")
                 if member.isreg() and dot and not _is_meta(member.name):
-                    if kind in found.get(key, ()):
-                        twice.append(member.name)
-                    found.setdefault(key, {})[kind] = (member.offset_data, member.size)
+                    kinds = found.setdefault(folder + slash + stem, {})
+                    twice += [member.name] * (kind.lower() in kinds)
+                    kinds[kind.lower()] = (member.offset_data, member.size)
                 is_whole = end + tarfile.BLOCKSIZE <= num_bytes  # a block of zeros ends a tar
         except tarfile.ReadError as error:
             is_whole = False
             if not found:
-                raise ValueError(
-                    f"{url}: not a tar file ({error}); decompress a shard (gzip -d FILE.tar.gz), "
-                    "since samples are read by random access"
-                ) from None
+                fix = "decompress a shard (gzip -d FILE.tar.gz), since samples are read by random access"
+                raise ValueError(f"{url}: not a tar file ({error}); {fix}") from None
     text = f"has {counted(len(twice), 'member')} twice; the later one is read: {named(twice)}"
     return found, [text] if twice else [], is_whole
-
-
-def _split_name(name: str) -> tuple[str, str, str]:
-    """Split a member's name into key, dot and kind: folder/x.a.b -> (folder/x, ".", a.b)."""
-    folder, slash, last = name.removeprefix("./").rpartition("/")
-    stem, dot, kind = last.partition(".")
-    return folder + slash + stem, dot, kind.lower()
 
 
 def _is_meta(name: str) -> bool:
@@ -335,21 +314,19 @@ def _check_member(url: str, member: tarfile.TarInfo) -> None:
         "is a link": member.issym() or member.islnk(),
         "is a sparse file": member.issparse(),
     }
-    found = next((fault for fault, is_found in faults.items() if is_found), None)
-    if found is not None:
-        raise ValueError(
-            f"{url}: member {member.name[:100]!r} {found}; write the shard again from plain files with "
-            "relative names (tar --dereference --hard-dereference, without --sparse)"
-        )
+    for fault in (fault for fault, is_found in faults.items() if is_found):
+        fix = "write the shard again from plain files with relative names (tar --dereference "
+        fix += "--hard-dereference, without --sparse)"
+        raise ValueError(f"{url}: member {member.name[:100]!r} {fault}; {fix}")
 
 
 def _member_text(url: str, key: str, kind: str, kinds: dict[str, tuple[int, int]]) -> str:
     """Read a caption; "" if the shard ends within it."""
     offset, size = kinds[kind]
     name = f"{url}{MEMBER}{key}.{kind}"
-    check_caption_size(size, name)
+    folders.check_caption_size(size, name)
     data = store.read(url, offset, size)
-    return decoded(data, name) if len(data) == size else ""
+    return folders.decoded(data, name) if len(data) == size else ""
 
 
 def _meta(shard: str, caption_key: str) -> dict[str, str]:
@@ -357,17 +334,15 @@ def _meta(shard: str, caption_key: str) -> dict[str, str]:
     file = _meta_file(shard)
     name, captions = os.path.basename(file), {}
     # splitlines would also split at U+2028, which JSON text may hold.
-    for number, line in enumerate(text_of(file).split("\n"), 1):
+    for number, line in enumerate(folders.text_of(file).split("\n"), 1):
         if not line.strip():
             continue
         try:
             row = json.loads(line)
             key = str(row["key"])
         except (ValueError, KeyError, TypeError, RecursionError):
-            raise ValueError(
-                f"{name} beside {shard}: line {number} is not a JSON object with a key; write "
-                f'{{"key": NAME, "{caption_key}": TEXT}}'
-            ) from None
+            text = f"{name} beside {shard}: line {number} is not a JSON object with a key; write "
+            raise ValueError(f'{text}{{"key": NAME, "{caption_key}": TEXT}}') from None
         if row.get(caption_key) is not None:
             captions[key] = str(row[caption_key])
     return captions

@@ -14,10 +14,9 @@ from cogfast.data.batches import BatchLoader
 from cogfast.data.buckets import survey
 from cogfast.data.datasets import VideoFolder
 from cogfast.data.sources import headers as video_headers
-from cogfast.data.video import file as video_file
+from cogfast.data.video import reader as video_file
 from cogfast.data.video.clip import read_image
-from cogfast.data.video.file import read_header
-from cogfast.data.video.reader import open_video
+from cogfast.data.video.reader import open_video, read_header
 from tests.cli.hostile.media_kinds import BAD
 from tests.support.refusals import assert_refused
 from tests.support.video_files import constant_rate, sat_folder, write_clip

@@ -16,7 +16,7 @@ from cogfast.core.slot_random import SlotRandom
 from cogfast.data.video.clip import ClipSettings
 from cogfast.distributed.process_groups import start_processes
 from cogfast.distributed.stop_signals import Interrupted, StopSignals
-from cogfast.extensions.cache import cache_key
+from cogfast.extensions.cache import cached_data
 from cogfast.extensions.cache import command as cache_module
 from cogfast.extensions.cache.cached_data import read_from_cache
 from cogfast.extensions.cache.command import cache_latents
@@ -79,7 +79,7 @@ def test_existing_caches_stay_valid(run: Run) -> None:
     described = made.sections, (), made.args, made.model
     settings = ClipSettings(video_size=(32, 48), fps=8.0, max_num_frames=9)
     for given in (settings, replace(settings, trust_index=True, keep_decoded_mib=9)):
-        spec = cache_key.cache_specs(*described, given, NO_OVERRIDES)["video"]
+        spec = cached_data.cache_specs(*described, given, NO_OVERRIDES)["video"]
         del spec["VAE"]
         assert spec == {
             "precision": "fp32",
@@ -234,7 +234,7 @@ def test_the_key_of_an_encoder_has_the_folder_that_it_reads(tmp_path: Path) -> N
     keys = set()
     for weights in (b"a", b"b"):
         (tmp_path / "model.safetensors").write_bytes(weights * 9)
-        keys.add(str(cache_key._folder("text encoder", str(tmp_path))))
+        keys.add(str(cached_data._folder("text encoder", str(tmp_path))))
         (tmp_path / "model.safetensors").unlink()
     assert len(keys) == 2
 
@@ -380,11 +380,11 @@ def test_only_changed_clips_are_encoded_again(
 def test_weights_are_hashed_once(data: Path, tmp_path: Path, monkeypatch) -> None:
     """The weights of T5 have 10 GB. A file that changes is read again."""
     read: list[str] = []
-    monkeypatch.setattr(cache_key, "hash_file", lambda path: read.append(path) or hash_file(path))
+    monkeypatch.setattr(cached_data, "hash_file", lambda path: read.append(path) or hash_file(path))
     weights = tmp_path / "model.safetensors"
     for content in (b"weights", b"others"):
         weights.write_bytes(content)
-        found = {cache_key._described("VAE", str(weights)) for _ in range(2)}
+        found = {cached_data._described("VAE", str(weights)) for _ in range(2)}
         assert found == {hash_file(str(weights))}
     assert read == [str(weights)] * 2
 

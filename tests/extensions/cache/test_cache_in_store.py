@@ -9,7 +9,6 @@ import torch
 from cogfast.data.datasets import CaptionedVideos
 from cogfast.data.sources.clip_list import ClipList, OtherFiles, PackedStrings
 from cogfast.data.video.clip import ClipSettings
-from cogfast.extensions.cache import entry_keys as keys_module
 from cogfast.extensions.cache.entries import BadEntry, CachedVideos, Entries, difference, folders_of
 from cogfast.extensions.cache.entry_keys import Sources, hash_file, hash_files
 from cogfast.extensions.stores import store
@@ -95,11 +94,8 @@ def test_writes_that_fail_leave_nothing(server: S3Server, monkeypatch: pytest.Mo
         entries.read("a0again")
 
 
-def test_workers_share_the_hashes_of_videos_in_a_store(
-    server: S3Server, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_workers_share_the_hashes_of_videos_in_a_store(server: S3Server, tmp_path: Path) -> None:
     """Each video is read once for all workers. Keys are those of the same videos on a disk."""
-    monkeypatch.setattr(keys_module, "_MOST_OBJECTS", 4)
     cache = f"{server.url}/hashes"
     urls = [f"{server.url}/videos/{i}.mp4" for i in range(20)]
     for i, url in enumerate(urls):
@@ -116,8 +112,6 @@ def test_workers_share_the_hashes_of_videos_in_a_store(
         assert two.left(part) == []
     (tmp_path / "7.mp4").write_bytes(bytes([7]))
     assert two.recorded(urls[7]) == hash_file(str(tmp_path / "7.mp4"))
-    # They were merged, and stay complete for those who have the old list.
-    assert len(store.find(f"{cache}/sources")) == 1
     assert Sources(cache).changed(files) == []
 
     store.write(urls[3], b"changed")
@@ -130,27 +124,6 @@ def test_workers_share_the_hashes_of_videos_in_a_store(
     (tmp_path / "3.mp4").write_bytes(b"changed")
     assert late.recorded(urls[3]) == hash_file(str(tmp_path / "3.mp4"))
     assert Sources(cache).changed(files) == []
-
-
-def test_merged_hashes_keep_those_of_other_workers(
-    server: S3Server, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Workers with other data sets, or other versions of a file, share a cache, with or without a slash."""
-    monkeypatch.setattr(keys_module, "_MOST_OBJECTS", 3)
-    cache = f"{server.url}/shared"
-    mine, theirs = ({f"{server.url}/of/{name}.mp4": ()} for name in "ab")
-    for url in (*mine, *theirs):
-        store.write(url, url.encode())
-    one, other = Sources(cache), Sources(f"{cache}/")
-    assert one.changed(mine) == [*mine]
-    other.add(hash_files(other.changed(theirs), theirs))
-    assert one.left([*mine]) == [*mine]  # it has seen the object of the other
-    rows = hash_files([*mine], mine)
-    for _ in range(4):
-        one.add(rows)
-    assert len(store.find(f"{cache}/sources")) == 2
-    for files in (mine, theirs):
-        assert Sources(cache).changed(files) == []
 
 
 def test_masks_and_tensors_beside_a_cache_are_fetched(server: S3Server, tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from cogfast.data.buckets import in_buckets, survey
 from cogfast.data.datasets import CaptionedVideos, VideoList, VideoManifest, VideoShards
 from cogfast.data.video.clip import Bucket
 from cogfast.diffusion.denoiser import Conditioning
-from cogfast.extensions.cache.clip_entries import encode_clips
+from cogfast.extensions.cache.command import encode_clips
 from cogfast.model.config import TransformerConfig
 from cogfast.model.transformer import assemble_transformer
 from cogfast.model.weights.identify import identify

@@ -13,7 +13,7 @@ import torch
 
 from cogfast.__main__ import main
 from cogfast.data.video.clip import ClipSettings
-from cogfast.extensions.cache.cache_key import cache_specs
+from cogfast.extensions.cache.cached_data import cache_specs
 from cogfast.extensions.formats.convert import convert
 from cogfast.model.weights.checkpoint_manifest import RESUMABLE, read_manifest, write_manifest
 from cogfast.train.frozen_encoders import NO_OVERRIDES
