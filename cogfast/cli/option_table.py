@@ -18,8 +18,8 @@ from typing import Any
 
 from cogfast.config.components import OWN_OPTIMIZERS, PLACES, SET_BY_CODE
 from cogfast.config.sat_classes import TARGETS
-from cogfast.config.sat_keys import Unused, rules
 from cogfast.config.sat_network import NETWORK_MODELS
+from cogfast.config.sat_unused import Unused, rules
 from cogfast.core.values import describe, is_component_schema, json_schema, show
 from cogfast.data.datasets import ListedVideos, VideoList, VideoShards
 from cogfast.distributed.keys import DeepSpeedKeys

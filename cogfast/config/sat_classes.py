@@ -1,6 +1,6 @@
 """Maps SAT's class paths and keys to cogfast's.
 
-TARGETS maps class paths; other classes are refused (components.py). KEYS (sat_keys.py) lists keys that are not read. Source: CogVideo's sat/ folder
+TARGETS maps class paths; other classes are refused (components.py). KEYS (sat_unused.py) lists keys that are not read. Source: CogVideo's sat/ folder
 (tag v1.0 and main) and SwissArmyTransformer's sat/arguments.py.
 """
 
@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from cogfast.config.sat_keys import why_unused
 from cogfast.config.sat_network import autoencoder_arguments, network_arguments
+from cogfast.config.sat_unused import why_unused
 from cogfast.core.values import KeyProblem, join, show
 
 _DIFFUSION = "sgm.modules.diffusionmodules"

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 from annotated_types import MaxLen
 from omegaconf import DictConfig
 
-from cogfast.config.sat_keys import FIRST_STAGE, LORA_KEY, NETWORK_KEY, why_unused
+from cogfast.config.sat_unused import FIRST_STAGE, LORA_KEY, NETWORK_KEY, why_unused
 from cogfast.config.yaml_files import to_dict
 from cogfast.core.values import (
     KeyProblem,

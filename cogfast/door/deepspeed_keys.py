@@ -8,7 +8,7 @@ from typing import Any, get_args
 
 from pydantic import BaseModel, ValidationError
 
-from cogfast.config.sat_keys import LOSS_SCALING, take_moved
+from cogfast.config.sat_unused import LOSS_SCALING, take_moved
 from cogfast.core.keys import DEFAULT, find_origin, level
 from cogfast.core.values import KeyProblem, join, problem_of, show
 from cogfast.door.merged_config import move_origin

@@ -16,7 +16,7 @@ from cogfast.config.components import (
     own_targets,
 )
 from cogfast.config.sat_classes import NETWORKS
-from cogfast.config.sat_keys import KEYS, InPlaceOf, Only, Refused, Same, Unused, rules, take
+from cogfast.config.sat_unused import KEYS, InPlaceOf, Only, Refused, Same, Unused, rules, take
 from cogfast.core.keys import COMMAND_LINE, DEFAULT, Keys, Share, find_origin
 from cogfast.core.values import (
     KeyProblem,

@@ -16,8 +16,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from cogfast.config.sat_keys import Same, rules
 from cogfast.config.sat_network import NETWORK_KEY, POSITION_KEY
+from cogfast.config.sat_unused import Same, rules
 from cogfast.config.yaml_files import read_yaml, to_dict
 from cogfast.core.files import read_limited
 from cogfast.core.keys import DEFAULT

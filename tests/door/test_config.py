@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 
 from cogfast.config import Config, instantiate, load_config, resolve
 from cogfast.config.components import with_defaults
-from cogfast.config.sat_keys import Same, rules
+from cogfast.config.sat_unused import Same, rules
 from cogfast.config.yaml_files import CONFIGS
 from cogfast.diffusion.guidance import StaticThresholding, VanillaCFG
 from tests.support.refusals import assert_refused, refusals

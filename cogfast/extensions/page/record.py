@@ -16,7 +16,7 @@ from typing import Annotated, Any
 
 from omegaconf.errors import OmegaConfBaseException
 
-from cogfast.config.sat_keys import LORA_KEY
+from cogfast.config.sat_unused import LORA_KEY
 from cogfast.config.yaml_files import read_yaml, to_dict
 from cogfast.core.json_files import Range, brief, read_json, read_limited
 from cogfast.core.keys import find_origin

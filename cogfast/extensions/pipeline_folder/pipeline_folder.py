@@ -19,8 +19,8 @@ from typing import Annotated, Any, Literal, NotRequired
 import torch
 
 from cogfast.config.components import is_none
-from cogfast.config.sat_keys import DENOISER, FIRST_STAGE, SAMPLER, TEXT_ENCODERS
 from cogfast.config.sat_network import NETWORK_KEY, POSITION_KEY, NetworkParams
+from cogfast.config.sat_unused import DENOISER, FIRST_STAGE, SAMPLER, TEXT_ENCODERS
 from cogfast.config.yaml_files import CONFIGS
 from cogfast.core.addresses import is_url
 from cogfast.core.json_files import InsideNames, keys, read_json

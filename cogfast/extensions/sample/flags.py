@@ -10,8 +10,8 @@ from typing import Any
 
 from cogfast.config.components import is_none
 from cogfast.config.sat_classes import NETWORKS
-from cogfast.config.sat_keys import SAMPLER
 from cogfast.config.sat_network import transformer_arguments
+from cogfast.config.sat_unused import SAMPLER
 from cogfast.core.addresses import hint, shown
 from cogfast.core.component import Component
 from cogfast.core.keys import COMMAND_LINE, Settings

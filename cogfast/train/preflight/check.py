@@ -15,8 +15,8 @@ from typing import Any
 import torch
 
 from cogfast.config.components import is_none, own_objective, own_optimizer
-from cogfast.config.sat_keys import OPTIMIZER
 from cogfast.config.sat_network import LORA_KEY, NETWORK_KEY
+from cogfast.config.sat_unused import OPTIMIZER
 from cogfast.core.addresses import is_url
 from cogfast.core.component import Component
 from cogfast.core.json_files import brief

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from cogfast.config.components import own_optimizer
-from cogfast.config.sat_keys import OPTIMIZER
+from cogfast.config.sat_unused import OPTIMIZER
 from cogfast.core.values import KeyProblem, select
 from cogfast.train.keys import TrainKeys
 

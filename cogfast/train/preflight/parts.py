@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from cogfast.config.sat_keys import FIRST_STAGE, OPTIMIZER, TEXT_ENCODERS
+from cogfast.config.sat_unused import FIRST_STAGE, OPTIMIZER, TEXT_ENCODERS
 from cogfast.core.values import KeyProblem, cut
 from cogfast.extensions.formats.image_scale import difference, pipeline_code, stock_scale
 from cogfast.model.config import TransformerConfig

@@ -28,7 +28,7 @@ from omegaconf import OmegaConf
 
 import cogfast.extensions.stores.store as store
 from cogfast import __version__
-from cogfast.config.sat_keys import DENOISER, FIRST_STAGE, OPTIMIZER, SAMPLER, take_moved
+from cogfast.config.sat_unused import DENOISER, FIRST_STAGE, OPTIMIZER, SAMPLER, take_moved
 from cogfast.core.addresses import shown
 from cogfast.core.files import WriteError, read_limited, wait_until, write_text
 from cogfast.core.run_lock import RunLock, check_object, is_held

@@ -1,4 +1,4 @@
-"""SAT's and DeepSpeed's keys that cogfast does not read where they stand: the one table of what becomes of each."""
+"""SAT's and DeepSpeed's keys that are not used where they stand: the one table of what becomes of each."""
 
 from __future__ import annotations
 
