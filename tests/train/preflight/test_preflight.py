@@ -78,7 +78,7 @@ def test_files_as_upstream_ships_them_are_refused(sat_configs: Path, run: Run):
     for check, names, line in cases:
         files = [sat_configs / f"{name}.yaml" for name in names.split()]
         with pytest.raises(ValueError, match=re.escape(line)):
-            check(run.of_files(*files).config())
+            check(run.of_files(*files).config().run)
 
 
 @refusals(Path(__file__).with_name("refusals.txt"))
