@@ -17,7 +17,6 @@ from cogfast.config.sat_network import transformer_arguments
 from cogfast.core.shapes import PatchSize, TokenGrid
 from cogfast.core.slot_random import random_bits
 from cogfast.core.values import KeyProblem, nearest
-from cogfast.extensions.formats.sat_names import sat_name
 from cogfast.kernels.block_kernels import BlockKernels, choose_kernels
 from cogfast.kernels.qk_norm_rope3d import Rotation
 from cogfast.model.block import NORM_EPS, Block
@@ -35,6 +34,7 @@ from cogfast.model.embeddings import (
 from cogfast.model.initialization import initialize
 from cogfast.model.keys import DEFAULT_FROZEN_PREFIXES, ModelKeys
 from cogfast.model.lora import LoraLinear, add_lora, is_lora_parameter
+from cogfast.model.weights.names import sat_name
 
 BlockCall = Callable[..., Tensor]  # as Block.forward, with the block_arguments of a subclass behind
 

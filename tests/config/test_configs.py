@@ -18,9 +18,9 @@ from cogfast.config.sat_network import autoencoder_arguments, transformer_argume
 from cogfast.data.datasets import VideoFolder, VideoList, VideoManifest, VideoShards
 from cogfast.extensions.conditions.check import check_conditions
 from cogfast.extensions.formats.sat import to_sat_state_dict
-from cogfast.extensions.formats.sat_names import sat_name
 from cogfast.model.config import MEMBERS, Family, TransformerConfig
 from cogfast.model.transformer import build_transformer
+from cogfast.model.weights.names import sat_name
 from cogfast.train.preflight.check import check_sample, check_train
 from tests.support.runs import run_of
 from tests.support.tiny_run import ROOT

@@ -350,7 +350,6 @@ REMAIN = {
     "kernels/gpu/fused_ema_adam.py": "memory.moment_codes",
     "model/autoencoder.py": "formats.vae",
     "model/embeddings.py": "sparse.attention",
-    "model/transformer.py": "formats.sat_names",
     "model/weights/checkpoint_manifest.py": "stores.mirror",
     "model/weights/identify.py": "formats.adapters",
     "model/weights/load.py": "formats.adapters formats.completed",

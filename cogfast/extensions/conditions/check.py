@@ -11,10 +11,10 @@ from cogfast.core.json_files import read_json
 from cogfast.core.values import KeyProblem, show
 from cogfast.data.video.clip import Bucket
 from cogfast.extensions.conditions.given_frames import KINDS, GivenFrames
-from cogfast.extensions.formats.sat_names import sat_name
 from cogfast.model.config import Family, derived_models, inpainting_channels, num_condition_channels
 from cogfast.model.keys import ModelKeys
 from cogfast.model.weights.diffusers import NOISE_KEY
+from cogfast.model.weights.names import sat_name
 
 _CONDITIONS, _IMAGE = "model.conditions", "model.noised_image_input"
 _GIVEN, _NOISE = "model.given_frames", "model.masked_video_noise"

@@ -17,12 +17,13 @@ from torch import Tensor
 from cogfast.config.sat_network import LORA_KEY, LORA_SHORT
 from cogfast.core.json_files import brief
 from cogfast.core.values import counted
-from cogfast.extensions.formats.peft import PAIR, check_pairs, linear_parts
+from cogfast.extensions.formats.peft import PAIR, check_pairs
 from cogfast.extensions.stores.mirror import copy_of
 from cogfast.model.block import MLP_RATIO
 from cogfast.model.config import MEMBERS, Family, TransformerConfig
 from cogfast.model.lora import SAT_ALPHA, TARGETS, is_lora_parameter
 from cogfast.model.weights.diffusers import from_diffusers
+from cogfast.model.weights.names import diffusers_names
 from cogfast.model.weights.open import open_source
 from cogfast.model.weights.shard import Shard
 from cogfast.model.weights.source import WeightSource, check_finite, first_of, num_blocks
@@ -161,7 +162,7 @@ def adapters_of(source: WeightSource) -> Adapters | None:
             layers.add(int(block))
             target = _TARGET_OF.get((linear, int(pair["part"])))
         if target is None:
-            others.add(linear_parts(pair["module"])[int(pair["part"])].split(".", 2)[-1])
+            others.add(diffusers_names(pair["module"])[int(pair["part"])].split(".", 2)[-1])
         else:
             targets.add(target)
     if not pairs:
@@ -228,7 +229,7 @@ def check_fits(adapter: WeightSource, shapes: Mapping[str, tuple[int, ...]]) -> 
             continue
         rows, columns = shape
         weight = shapes.get(f"{pair['module']}.weight", (0, 0))
-        size = columns if pair["side"] == "A" else rows * len(linear_parts(pair["module"]))
+        size = columns if pair["side"] == "A" else rows * len(diffusers_names(pair["module"]))
         if size == weight[1 if pair["side"] == "A" else 0]:
             continue
         found = adapters_of(adapter)
@@ -363,7 +364,7 @@ def merge_lora(base: WeightSource, adapter: WeightSource, scale: float = 1.0) ->
 
 def _deltas(adapter: WeightSource, module: str, shape: tuple[int, ...]) -> list[Tensor]:
     """Return B A / r of each part of a linear [out, in], float32; zero for parts without a pair."""
-    num_parts = len(linear_parts(module))
+    num_parts = len(diffusers_names(module))
     deltas = []
     for part in range(num_parts):
         name = f"{module}.matrix_A.{part}"

@@ -26,13 +26,13 @@ from cogfast.extensions.formats.completed import as_in_run, completed
 from cogfast.extensions.formats.image_scale import difference_of_run
 from cogfast.extensions.formats.peft import with_strength_in_b, write_peft
 from cogfast.extensions.formats.sat import write_sat
-from cogfast.extensions.formats.sat_names import has_sat_name
 from cogfast.extensions.formats.vae import convert_vae, open_vae, verify_vae
 from cogfast.model.config import Family, inpainting_channels
 from cogfast.model.lora import DEFAULT_TARGETS, SAT_ALPHA, is_lora_parameter
 from cogfast.model.weights.checkpoint_manifest import find_run_checkpoint, read_manifest
 from cogfast.model.weights.diffusers import NOISE_KEY, log_positions, write_diffusers
 from cogfast.model.weights.identify import check_complete, identify
+from cogfast.model.weights.names import has_sat_name
 from cogfast.model.weights.open import open_source
 from cogfast.model.weights.source import WeightSource, first_of
 from cogfast.model.weights.source import verify as verify_target

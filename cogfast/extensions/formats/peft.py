@@ -25,7 +25,8 @@ from cogfast.core.json_files import Range, brief, check, parse_json, read_json
 from cogfast.core.values import counted, show
 from cogfast.extensions.formats.foreign import refuse_foreign
 from cogfast.model.lora import is_lora_parameter
-from cogfast.model.weights.diffusers import LINEARS, diffusers_names, plain_name
+from cogfast.model.weights.diffusers import plain_name
+from cogfast.model.weights.names import LINEARS, diffusers_names
 from cogfast.model.weights.shard import Shard
 from cogfast.model.weights.source import WeightSource
 from cogfast.model.weights.tensor_files import Outgoing, new_folder, open_tensors, write_safetensors
@@ -53,15 +54,10 @@ _SIDES = {"A": "A", "B": "B", "down": "A", "up": "B"}
 PAIR = re.compile(r"(?P<module>.+)\.matrix_(?P<side>[AB])\.(?P<part>\d+)")
 
 
-def linear_parts(our_module: str) -> list[str]:
-    """Return diffusers' linears that form one of cogfast's: three for qkv, two for modulation."""
-    return [name.removesuffix(".weight") for name in diffusers_names(f"{our_module}.weight")]
-
-
 def peft_name(our_name: str) -> str:
     """Return the key in a pipeline's LoRA file of `<linear>.matrix_A.<part>`, or matrix_B."""
     module, matrix, part = our_name.rsplit(".", 2)
-    return f"{_COMPONENT}{linear_parts(module)[int(part)]}.lora_{matrix[-1]}.weight"
+    return f"{_COMPONENT}{diffusers_names(module)[int(part)]}.lora_{matrix[-1]}.weight"
 
 
 def open_peft(path: str | Path) -> WeightSource:
@@ -190,7 +186,7 @@ def kohya_tensors(
     tensors = []
     for name in filter(is_lora_parameter, source.shapes):
         module, matrix, part = name.rsplit(".", 2)
-        theirs = _KOHYA + _kohya(linear_parts(module)[int(part)])
+        theirs = _KOHYA + _kohya(diffusers_names(module)[int(part)])
         side = "down" if matrix == "matrix_A" else "up"
         kind = dtype or source.dtypes[name]
         read = partial(source.read, name, None)
@@ -267,7 +263,7 @@ def _parts(blocks: Iterable[str]) -> dict[str, tuple[str, int]]:
     """Return {diffusers' linear: (cogfast's linear, index of the part)} of these blocks and of the
     linears outside of blocks."""
     ours = [name.replace("{i}", i) for name in LINEARS for i in {*blocks, "0"}]
-    return {theirs: (name, i) for name in ours for i, theirs in enumerate(linear_parts(name))}
+    return {theirs: (name, i) for name in ours for i, theirs in enumerate(diffusers_names(name))}
 
 
 def _plain_module(name: str) -> str:

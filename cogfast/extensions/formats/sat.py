@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import re
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -16,18 +17,11 @@ from cogfast.core.json_files import brief, read_name
 from cogfast.core.shapes import TokenGrid
 from cogfast.core.values import counted
 from cogfast.extensions.formats.foreign import refuse_foreign
-from cogfast.extensions.formats.sat_names import (
-    PREFIX,
-    ROTARY_BUFFERS,
-    from_sat_name,
-    merge_model_parallel,
-    model_parallel_cut,
-    sat_name,
-)
 from cogfast.model.config import TransformerConfig
 from cogfast.model.embeddings import PositionTable, RotaryPositions
 from cogfast.model.transformer import DiffusionTransformer
-from cogfast.model.weights.shard import Shard
+from cogfast.model.weights.names import PREFIX, from_sat_name, sat_name
+from cogfast.model.weights.shard import Shard, join
 from cogfast.model.weights.source import (
     WeightSource,
     check_finite,
@@ -48,6 +42,16 @@ logger = logging.getLogger(__name__)
 _UNUSED_TABLE = "unused_position_embeddings"
 _TABLE = "position_table.weight"
 ITERATION = "1"  # the iteration that is written, as in upstream's downloads
+_ROTARY_BUFFERS = ("mixins.pos_embed.freqs_sin", "mixins.pos_embed.freqs_cos")  # 1.0 only
+# How the mp_rank files of a checkpoint split a tensor: (dim, number of consecutive parts).
+_SPLITS = {
+    r"blocks\.\d+\.attention\.qkv(\.original)?\.(weight|bias)": (0, 3),  # q, k and v are split each
+    r"blocks\.\d+\.fc1(\.original)?\.(weight|bias)": (0, 1),
+    r"blocks\.\d+\.(attention\.qkv\.matrix_B\.\d|fc1\.matrix_B\.0)": (0, 1),
+    r"blocks\.\d+\.(attention\.out|fc2)(\.original)?\.weight": (1, 1),
+    # Row-parallel, as their linears: A is cut along its input, and B is whole in every file.
+    r"blocks\.\d+\.(attention\.out\.matrix_A\.\d|fc2\.matrix_A\.0)": (1, 1),
+}
 _LEAST_WIDTH = 16  # of a position table: in a narrower one an axis has no column
 
 
@@ -133,6 +137,17 @@ def _simplest_near(number: float, error: float) -> float:
     return number
 
 
+def model_parallel_cut(our_name: str) -> tuple[int, int] | None:
+    """Return (dim, num_parts) of Shard; None for a tensor that every file has whole."""
+    return next((cut for pattern, cut in _SPLITS.items() if re.fullmatch(pattern, our_name)), None)
+
+
+def merge_model_parallel(our_name: str, shards: list[Tensor]) -> Tensor:
+    """Join a tensor from its shards in mp_rank_00, mp_rank_01, ...; a replicated one is the first's."""
+    cut = model_parallel_cut(our_name)
+    return shards[0] if cut is None else join(shards, *cut)
+
+
 def find_sat_files(path: Path, ema: bool = False) -> list[Path]:
     """Return the mp_rank files of a SAT folder, of one iteration's folder, or the file itself."""
     refuse_foreign(path)
@@ -166,7 +181,7 @@ def open_sat(files: list[Path]) -> WeightSource:
         if name is not None:
             ours[name] = key
         # Not the tables that cogfast computes, the VAE and the text encoder.
-        elif key.startswith(PREFIX) and key.removeprefix(PREFIX) not in ROTARY_BUFFERS:
+        elif key.startswith(PREFIX) and key.removeprefix(PREFIX) not in _ROTARY_BUFFERS:
             unexpected.append(key)
     if not ours:
         raise ValueError(
@@ -196,7 +211,7 @@ def open_sat(files: list[Path]) -> WeightSource:
     dtypes = {name: shards[0][key].dtype for name, key in ours.items()}
     shapes = {name: shape(name) for name in ours}
     check_tensors(files[0], shapes, dtypes)
-    tables = [shards[0].get(PREFIX + name) for name in ROTARY_BUFFERS]
+    tables = [shards[0].get(PREFIX + name) for name in _ROTARY_BUFFERS]
     fixed = shards[0].get(ours.get(_TABLE, ""))
     is_rotary = _UNUSED_TABLE in ours  # SAT deletes this table in 2B, which is not rotary
     merged = f", {len(files)} model-parallel files merged" if len(files) > 1 else ""
@@ -311,8 +326,8 @@ def _tables(source: WeightSource, config: TransformerConfig) -> Iterator[Outgoin
 def _rotary_tables(rotary: RotaryPositions, grid: TokenGrid) -> Iterator[tuple[str, Tensor]]:
     """Yield (SAT's name, values [V, D]) of the two rotary tables of CogVideoX 1.0."""
     turns = rotary(grid).per_row(num_text=0)  # [V, D/2] complex
-    # Sine before cosine, as in ROTARY_BUFFERS, each for both entries that it rotates.
-    for name, part in zip(ROTARY_BUFFERS, (turns.imag, turns.real), strict=True):
+    # Sine before cosine, as in _ROTARY_BUFFERS, each for both entries that it rotates.
+    for name, part in zip(_ROTARY_BUFFERS, (turns.imag, turns.real), strict=True):
         yield PREFIX + name, part.repeat_interleave(2, dim=-1)
 
 

@@ -16,17 +16,15 @@ from safetensors.torch import load_file
 from cogfast.config.sat_network import transformer_arguments
 from cogfast.extensions.formats.convert import convert
 from cogfast.extensions.formats.sat import sat_tensors, to_sat_state_dict
-from cogfast.extensions.formats.sat_names import PREFIX, from_sat_name
 from cogfast.extensions.formats.vae import to_sat as vae_to_sat
 from cogfast.model.config import TransformerConfig
 from cogfast.model.weights import tensor_files
 from cogfast.model.weights.diffusers import (
     diffusers_config,
-    diffusers_names,
     diffusers_tensors,
-    our_names,
 )
 from cogfast.model.weights.identify import check_complete, identify
+from cogfast.model.weights.names import PREFIX, diffusers_names, from_sat_name, our_names
 from cogfast.model.weights.open import open_source
 from cogfast.model.weights.source import WeightSource, with_flat_patches
 from cogfast.model.weights.tensor_files import write_safetensors_folder, write_torch_file
