@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from cogfast.core.slot_random import SlotRandom
 from cogfast.core.values import Range
 
 Beta = Annotated[float, Range(1e-8, 0.999)]
@@ -23,6 +24,11 @@ NumTimesteps = Annotated[int, Range(2, 10**5)]
 
 # sat: SAT's table of num_steps entries. The rest are diffusers' spacings of the whole table.
 TimestepSpacing = Literal["sat", "trailing", "leading", "linspace"]
+
+
+# The noise on the first frame of image-to-video training, which the network gets as a condition: CogVideoX,
+# arXiv 2408.06072; CogVideo's sat/diffusion_video.py (`add_noise_to_first_frame`).
+LOG_STRENGTH_MEAN, LOG_STRENGTH_STD = -3.0, 0.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +87,12 @@ class ZeroSNRDDPMDiscretization:
         self.num_timesteps = num_timesteps
         self.shift_scale = shift_scale
         self.post_shift = post_shift
-        alphas_cumprod = _scaled_linear(linear_start, linear_end, num_timesteps)
+        # Betas with evenly spaced square roots, in float64: a float32 product of 1000 factors differs from
+        # upstream's in its last digits.
+        roots = torch.linspace(
+            linear_start**0.5, linear_end**0.5, num_timesteps, dtype=torch.float64
+        )
+        alphas_cumprod = (1 - roots**2).cumprod(dim=0)
         if not post_shift:
             alphas_cumprod = _shift(alphas_cumprod, shift_scale)
         self.alphas_cumprod = alphas_cumprod  # [num_timesteps] float64, before the stretch
@@ -90,18 +101,14 @@ class ZeroSNRDDPMDiscretization:
         """Return alpha_sqrt [num_timesteps] float32 by timestep: clean first, exactly 0 last."""
         return self._stretched(self.alphas_cumprod)
 
-    def sampling_steps(self, num_steps: int) -> tuple[Tensor, Tensor]:
-        """Return alpha_sqrt [num_steps] float32 and timesteps [num_steps] int64, clean first.
+    def steps_of_sat(self, num_steps: int) -> SamplingSteps:
+        """Return the steps of a subset of the table; after the last one no noise is left.
 
-        A subset of the table is stretched from its own first entry, as upstream does, so its levels
-        differ by up to 8e-4 from those of the full table.
+        The subset is stretched from its own first entry, as upstream does, so its levels differ by up
+        to 8e-4 from those of the full table.
         """
         timesteps = spaced_timesteps(num_steps, self.num_timesteps)
-        return self._stretched(self.alphas_cumprod[timesteps]), timesteps
-
-    def steps_of_sat(self, num_steps: int) -> SamplingSteps:
-        """Return the steps of `sampling_steps`; after the last one no noise is left."""
-        levels, timesteps = self.sampling_steps(num_steps)
+        levels = self._stretched(self.alphas_cumprod[timesteps])
         alpha_sqrt = levels.flip(0).tolist()  # sync: none, a CPU table
         is_end = [False] * (num_steps - 1) + [True]
         numbers = timesteps.flip(0).tolist()  # sync: none, a CPU table
@@ -173,13 +180,13 @@ def spaced_timesteps(num_steps: int, num_timesteps: int) -> Tensor:
     return falling.long().flip(0)
 
 
-def _scaled_linear(start: float, end: float, num_timesteps: int) -> Tensor:
-    """Return alpha_bar [num_timesteps] float64 for betas with evenly spaced square roots."""
-    # float64: a float32 product of 1000 factors differs from upstream's in its last digits.
-    betas = torch.linspace(start**0.5, end**0.5, num_timesteps, dtype=torch.float64) ** 2
-    return (1 - betas).cumprod(dim=0)
-
-
 def _shift(alphas_cumprod: Tensor, scale: float) -> Tensor:
     """Return alpha_bar with its SNR alpha_bar / (1 - alpha_bar) divided by `scale`."""
     return alphas_cumprod / (scale + (1 - scale) * alphas_cumprod)
+
+
+def add_first_frame_noise(frame: Tensor, rng: SlotRandom) -> Tensor:
+    """Add Gaussian noise of one log-normal strength per sample to frames [B, 3, 1, H, W] in [-1, 1]."""
+    draw = rng.normal("image_noise_strength", (len(frame), 1, 1, 1, 1))
+    sigma = torch.exp(LOG_STRENGTH_MEAN + LOG_STRENGTH_STD * draw)
+    return frame + sigma * rng.normal("image_noise", frame.shape)

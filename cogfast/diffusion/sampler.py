@@ -145,17 +145,10 @@ class VideoDDIMSampler:
 
     def step(self, i: int) -> Step:
         """Return the coefficients of step i; at the first there is no signal, so h = inf."""
-        before, now, after = (
-            self.steps.alpha_sqrt[max(i - 1, 0)],
-            self.steps.alpha_sqrt[i],
-            self.steps.next_alpha_sqrt[i],
-        )
-        return Step(
-            alpha_sqrt=now,
-            next_alpha_sqrt=after,
-            h=_log_snr(after) - _log_snr(now),
-            previous_h=None if i == 0 else _log_snr(now) - _log_snr(before),
-        )
+        before = self.steps.alpha_sqrt[i - 1] if i else None
+        now, after = self.steps.alpha_sqrt[i], self.steps.next_alpha_sqrt[i]
+        previous_h = None if before is None else _log_snr(now) - _log_snr(before)
+        return Step(now, after, _log_snr(after) - _log_snr(now), previous_h)
 
     def _with_prefix(
         self, x: Tensor, prefix: Tensor, alpha_sqrt: float, noise_like: NoiseLike

@@ -22,7 +22,6 @@ from cogfast.kernels.qk_norm_rope3d import Rotation
 from cogfast.model.block import NORM_EPS, Block
 from cogfast.model.config import TransformerConfig
 from cogfast.model.embeddings import (
-    NoPositionTable,
     NoRotation,
     PositionTable,
     RotaryPositions,
@@ -108,7 +107,7 @@ class DiffusionTransformer(nn.Module):
             )
             for _ in range(config.num_layers)
         )
-        # Set by use_calls, such as checkpointed versions of the blocks.
+        # Run instead of the blocks in training mode, one for each, such as checkpointed versions of them
         self.training_calls: Sequence[BlockCall] | None = None
         self.row_split: RowSplit | None = None
         self.block_source: BlockSource | None = None
@@ -157,13 +156,6 @@ class DiffusionTransformer(nn.Module):
         for block in self.blocks:
             assert isinstance(block, Block), f"{type(block).__name__} among the blocks"
             block.attention.sparse_share = share
-
-    def use_calls(self, calls: Sequence[BlockCall] | None) -> None:
-        """Run these instead of the blocks in training mode, such as checkpointed versions of them.
-
-        calls: one for each block; None: the blocks themselves.
-        """
-        self.training_calls = calls
 
     def unused_parameter_names(self) -> list[str]:
         """Return the names of parameters that never get a gradient."""
@@ -255,7 +247,8 @@ class DiffusionTransformer(nn.Module):
             )
         text = self.text_embedding(text.to(self.dtype))
         video = self.patch_embedding(patchify(latents, self.patch_size))
-        return self.position_table(torch.cat([text, video], dim=1), text.shape[1], grid)
+        hidden, table = torch.cat([text, video], dim=1), self.position_table
+        return hidden if table is None else table(hidden, text.shape[1], grid)
 
     def condition(self, timesteps: Tensor, ofs: Tensor | None) -> Tensor:
         """Return the vector that modulates all blocks, [B, time_embed_dim].
@@ -304,10 +297,9 @@ class DiffusionTransformer(nn.Module):
         return unpatchify(self.output(hidden), grid, self.patch_size)
 
 
-def _make_positions(config: TransformerConfig) -> tuple[nn.Module, nn.Module]:
-    """Return the module that adds positions to tokens and the one that computes rotary angles."""
-    table: nn.Module = NoPositionTable()
-    rotary: nn.Module = NoRotation()
+def _make_positions(config: TransformerConfig) -> tuple[PositionTable | None, nn.Module]:
+    """Return the module that adds positions to tokens, if any, and the one that computes rotary angles."""
+    table, rotary = None, NoRotation()
     if config.position == "rotary":
         rotary = RotaryPositions(
             config.grid, config.head_width, config.rope_theta, config.has_rescaled_positions
