@@ -10,7 +10,7 @@ timestep keeps no signal.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -42,11 +42,26 @@ class SamplingSteps:
     is_end: list[bool]
 
 
-class DeviceTable:
-    """A small float32 table [n], copied to each device once so that look-ups never sync."""
+@runtime_checkable
+class Schedule(Protocol):
+    """A discretization: noise levels by timestep, clean first."""
 
-    def __init__(self, values: Tensor) -> None:
-        self.values = values
+    num_timesteps: int
+
+    def table(self) -> Tensor: ...
+
+
+class DeviceTable:
+    """The float32 table [n] of a schedule, copied to each device once so that look-ups never sync."""
+
+    def __init__(self, discretization: Schedule, num_idx: int, section: str) -> None:
+        # SAT's configs give the table's length twice; two lengths would be two schedules.
+        if num_idx != discretization.num_timesteps:
+            raise ValueError(
+                f"{section} num_idx={num_idx} must be the discretization's "
+                f"num_timesteps={discretization.num_timesteps}; set one of them to the other"
+            )
+        self.values = discretization.table()
         self._copies: dict[torch.device, Tensor] = {}
 
     def on(self, device: torch.device | str) -> Tensor:
@@ -101,19 +116,23 @@ class ZeroSNRDDPMDiscretization:
         """Return alpha_sqrt [num_timesteps] float32 by timestep: clean first, exactly 0 last."""
         return self._stretched(self.alphas_cumprod)
 
-    def steps_of_sat(self, num_steps: int) -> SamplingSteps:
-        """Return the steps of a subset of the table; after the last one no noise is left.
+    def sampling_steps(self, num_steps: int) -> tuple[Tensor, Tensor]:
+        """Return alpha_sqrt [num_steps] float32 and timesteps [num_steps] int64, clean first.
 
-        The subset is stretched from its own first entry, as upstream does, so its levels differ by up
-        to 8e-4 from those of the full table.
+        A subset of the table is stretched from its own first entry, as upstream does, so its levels
+        differ by up to 8e-4 from those of the full table.
         """
         timesteps = spaced_timesteps(num_steps, self.num_timesteps)
-        levels = self._stretched(self.alphas_cumprod[timesteps])
-        alpha_sqrt = levels.flip(0).tolist()  # sync: none, a CPU table
+        return self._stretched(self.alphas_cumprod[timesteps]), timesteps
+
+    def steps_of_sat(self, num_steps: int) -> SamplingSteps:
+        """Return the steps of `sampling_steps`; after the last one no noise is left."""
+        levels, timesteps = (
+            x.flip(0).tolist() for x in self.sampling_steps(num_steps)
+        )  # sync: none, CPU
         is_end = [False] * (num_steps - 1) + [True]
-        numbers = timesteps.flip(0).tolist()  # sync: none, a CPU table
         # Level 1.0 after the last step: the sampler returns its estimate of the clean latents.
-        return SamplingSteps(numbers, alpha_sqrt, [*alpha_sqrt[1:], 1.0], is_end)
+        return SamplingSteps(timesteps, levels, [*levels[1:], 1.0], is_end)
 
     def steps_of_diffusers(
         self,

@@ -225,14 +225,12 @@ class Family:
 
     @classmethod
     def of_config(cls, config: TransformerConfig) -> Family:
-        return cls(
-            is_rotary=config.position == "rotary",
-            has_learned_table=config.position == "rotary" and config.learnable_position,
-            has_ofs=config.ofs_embed_dim is not None,
-            patch=config.patch_size,
-            in_channels=config.in_channels,
-            out_channels=config.out_channels,
+        is_rotary, has_ofs = config.position == "rotary", config.ofs_embed_dim is not None
+        has_table, channels = (
+            is_rotary and config.learnable_position,
+            (config.in_channels, config.out_channels),
         )
+        return cls(is_rotary, has_table, has_ofs, config.patch_size, *channels)
 
     @property
     def has_image_part(self) -> bool:

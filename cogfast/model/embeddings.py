@@ -226,10 +226,3 @@ def pipeline_ranges(grid: TokenGrid, base: TokenGrid) -> tuple[tuple[int, int], 
         height, width = round(base.w / grid.w * grid.h), base.w
     top, left = round((base.h - height) / 2.0), round((base.w - width) / 2.0)
     return (top, top + height), (left, left + width)
-
-
-class NoRotation(nn.Module):
-    """Replaces RotaryPositions in 2B, which does not rotate queries and keys."""
-
-    def forward(self, grid: TokenGrid) -> None:
-        return None

@@ -22,7 +22,6 @@ from cogfast.kernels.qk_norm_rope3d import Rotation
 from cogfast.model.block import NORM_EPS, Block
 from cogfast.model.config import TransformerConfig
 from cogfast.model.embeddings import (
-    NoRotation,
     PositionTable,
     RotaryPositions,
     RowOrder,
@@ -45,15 +44,12 @@ class RowSplit(Protocol):
         self, hidden: Tensor, conditioning: Tensor, num_text: int
     ) -> tuple[Tensor, Tensor, int]:
         """Return this rank's rows of hidden [B, S, M], the conditioning, and how many rows are text."""
-        ...
 
     def join(self, hidden: Tensor) -> Tensor:
         """Return all rows [B, S, M] of this rank's rows."""
-        ...
 
     def attention_kernels(self, kernels: BlockKernels) -> BlockKernels:
         """Return the kernels for attention, which needs all rows."""
-        ...
 
 
 class BlockSource(Protocol):
@@ -61,7 +57,6 @@ class BlockSource(Protocol):
 
     def around(self, calls: Iterable[BlockCall]) -> Iterable[BlockCall]:
         """Return the calls of all blocks, each with its weights fetched before it."""
-        ...
 
 
 OUTPUT_NORM_EPS = 1e-6  # as SAT; diffusers has 1e-5 here, which changes outputs by 2e-5
@@ -209,7 +204,7 @@ class DiffusionTransformer(nn.Module):
         order = self._row_order(grid, num_text, latents.device)
         hidden = self.embed(latents, text, condition_latents, grid)  # [B, S, M]
         conditioning = self.condition(timesteps, ofs)  # [B, time_embed_dim]
-        rotation = self.rotary(grid)
+        rotation = None if self.rotary is None else self.rotary(grid)
         if order is not None:
             hidden = order.apply(hidden)
             rotation = None if rotation is None else replace(rotation, order=order.video)
@@ -297,9 +292,11 @@ class DiffusionTransformer(nn.Module):
         return unpatchify(self.output(hidden), grid, self.patch_size)
 
 
-def _make_positions(config: TransformerConfig) -> tuple[PositionTable | None, nn.Module]:
-    """Return the module that adds positions to tokens, if any, and the one that computes rotary angles."""
-    table, rotary = None, NoRotation()
+def _make_positions(
+    config: TransformerConfig,
+) -> tuple[PositionTable | None, RotaryPositions | None]:
+    """Return the module that adds positions to tokens and the one that computes rotary angles, if any."""
+    table = rotary = None
     if config.position == "rotary":
         rotary = RotaryPositions(
             config.grid, config.head_width, config.rope_theta, config.has_rescaled_positions

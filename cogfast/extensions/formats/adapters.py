@@ -22,6 +22,7 @@ from cogfast.extensions.stores.mirror import copy_of
 from cogfast.model.block import MLP_RATIO
 from cogfast.model.config import MEMBERS, Family, TransformerConfig
 from cogfast.model.lora import SAT_ALPHA, TARGETS, is_lora_parameter
+from cogfast.model.weights.checkpoint_manifest import find_run_checkpoint
 from cogfast.model.weights.diffusers import from_diffusers
 from cogfast.model.weights.names import diffusers_names
 from cogfast.model.weights.open import open_source
@@ -77,14 +78,16 @@ def open_adapter(
 ) -> WeightSource:
     """Open the adapters of a LoRA file, or of a SAT folder or run that was trained with LoRA.
 
-    with_others: and the other weights that the run trained, for a base that has them.
+    ema: of a run, see open_source. with_others: and the other weights that the run trained, for a base that
+    has them.
 
     Raises:
         ValueError: there are none, tensors have unknown names, or the run trained other weights, too.
     """
     if not Path(path).exists():
         raise ValueError(f"{path}: no such file or folder; give the path of LoRA adapters")
-    source = open_source(Path(path), ema)
+    # Only runs have averaged adapters.
+    source = open_source(Path(path), ema if find_run_checkpoint(Path(path)) else False)
     if source.unexpected:
         raise ValueError(
             f"{source.description}: {counted(len(source.unexpected), 'tensor')} with unknown names, first "
@@ -293,14 +296,12 @@ def check_config(adapter: WeightSource, config: TransformerConfig) -> None:
 def _adaptable(config: TransformerConfig) -> dict[str, tuple[int, ...]]:
     """Return the shapes of the weights that TARGETS belong to, and of patch_embedding, which shows the
     model width."""
-    width = config.hidden_size
-    shapes = {"patch_embedding.weight": (width, config.in_channels)}
-    for i in range(config.num_layers):
-        shapes[f"blocks.{i}.attention.qkv.weight"] = (3 * width, width)
-        shapes[f"blocks.{i}.attention.out.weight"] = (width, width)
-        shapes[f"blocks.{i}.fc1.weight"] = (MLP_RATIO * width, width)
-        shapes[f"blocks.{i}.fc2.weight"] = (width, MLP_RATIO * width)
-    return shapes
+    width, inner = config.hidden_size, MLP_RATIO * config.hidden_size
+    linears = {"attention.qkv": (3 * width, width), "attention.out": (width, width)}
+    linears |= {"fc1": (inner, width), "fc2": (width, inner)}
+    blocks = range(config.num_layers)
+    shapes = {f"blocks.{i}.{name}.weight": size for i in blocks for name, size in linears.items()}
+    return shapes | {"patch_embedding.weight": (width, config.in_channels)}
 
 
 def with_adapters(base: WeightSource, adapter: WeightSource) -> WeightSource:

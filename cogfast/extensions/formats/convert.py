@@ -206,8 +206,7 @@ def with_lora_options(
     if lora is None:
         return source
     path, scale = (lora, 1.0) if merge is None else split_scale(lora, "--merge-lora")
-    has_averages = ema and find_run_checkpoint(Path(path)) is not None
-    adapter = _without_own(open_adapter(path, has_averages, with_others=True))
+    adapter = _without_own(open_adapter(path, ema, with_others=True))
     if alpha is not None:
         adapter = replace(adapter, lora_alpha=alpha)
     source = as_in_run(source, adapter)

@@ -20,6 +20,7 @@ from cogfast.extensions.formats.foreign import refuse_foreign
 from cogfast.model.config import TransformerConfig
 from cogfast.model.embeddings import PositionTable, RotaryPositions
 from cogfast.model.transformer import DiffusionTransformer
+from cogfast.model.weights.diffusers import outgoing
 from cogfast.model.weights.names import PREFIX, from_sat_name, sat_name
 from cogfast.model.weights.shard import Shard, join
 from cogfast.model.weights.source import (
@@ -291,15 +292,9 @@ def sat_tensors(
     """Yield the tensors of file `index` of `count`, under SAT's names."""
     yield from _tables(source, config)
     for name, shape in source.shapes.items():
-        if name == "patch_embedding.weight" and not config.patch_size.joins_frames:
-            # A convolution in SAT.
-            shape = (shape[0], config.in_channels, config.patch_size.h, config.patch_size.w)
-        cut, shard = model_parallel_cut(name), None
-        if cut is not None and count > 1:
-            shard = Shard(shape, *cut, index, count)
-            shape = shard.share_shape
-        read = partial(source.read, name, shard)
-        yield Outgoing(sat_name(name), shape, source.dtype_in_target(name, dtype), read)
+        cut = model_parallel_cut(name)
+        shard = None if cut is None or count == 1 else Shard(shape, *cut, index, count)
+        yield outgoing(source, config, name, sat_name(name), shard, dtype)
 
 
 def _tables(source: WeightSource, config: TransformerConfig) -> Iterator[Outgoing]:

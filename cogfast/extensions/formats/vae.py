@@ -268,7 +268,7 @@ def convert_vae(
             write_torch_file(folder / SAT_FILE_NAME, "state_dict", tensors)
         else:
             write_json(folder / "config.json", {**config, "scaling_factor": scaling_factor})
-            write_safetensors_folder(folder, "diffusion_pytorch_model", tensors)
+            write_safetensors_folder(folder, tensors)
     logger.info("%s: %d tensors written to %s", vae.weights.description, len(names), path)
 
 

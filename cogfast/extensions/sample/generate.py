@@ -429,7 +429,16 @@ def _write(
         size, thumbnails = maker.size_of(prompt), None
         name = file_name(prompt, start) + (".safetensors" if latents_only else ".mp4")
         if latents_only:
-            _write_latents(folder / name, latents, prompt, size)
+            about = {
+                "prompt": prompt.text,
+                "num_frames": str(size.num_frames),
+                "fps": str(size.fps),
+            }
+            tensor = latents.float().cpu()  # sync: into a file, once per video
+            held = Outgoing(
+                "latents", tuple(tensor.shape), tensor.dtype, lambda values=tensor: values
+            )
+            write_whole(folder / name, partial(write_safetensors, tensors=[held], metadata=about))
         else:
             frames = maker.frames(latents, size.num_frames)
             write_video(folder / name, frames, size.fps)
@@ -448,10 +457,3 @@ def _write_overview(folder: Path, rows: Sequence[_Row], start: str) -> None:
     pictures = [(row.thumbnails, row.text) for row in rows if row.thumbnails is not None]
     if pictures:
         contact_sheet(folder / f"{start}contact_sheet.png", *map(list, zip(*pictures, strict=True)))
-
-
-def _write_latents(path: Path, latents: Tensor, prompt: Prompt, size: LatentSize) -> None:
-    metadata = {"prompt": prompt.text, "num_frames": str(size.num_frames), "fps": str(size.fps)}
-    on_host = latents.float().cpu()  # sync: into a file, once per video
-    tensor = Outgoing("latents", tuple(on_host.shape), on_host.dtype, lambda: on_host)
-    write_whole(path, lambda draft: write_safetensors(draft, [tensor], metadata))

@@ -272,18 +272,28 @@ def diffusers_tensors(
     for name, shape in source.shapes.items():
         # diffusers computes 2B's table, and has no name for SAT's unused one.
         is_computed = name == "position_table.weight" and config.position == "sincos"
-        if is_computed:
-            continue
-        if name == "patch_embedding.weight" and not config.patch_size.joins_frames:
-            shape = (shape[0], config.in_channels, config.patch_size.h, config.patch_size.w)
-        theirs = diffusers_names(name)
+        theirs = [] if is_computed else diffusers_names(name)
         for index, target in enumerate(theirs):
             shard = None
             if len(theirs) > 1:
-                shard = Shard(source.shapes[name], 0, _num_parts(name), index, len(theirs))
-            read = partial(source.read, name, shard)
-            size = shape if shard is None else shard.share_shape
-            yield Outgoing(target, size, source.dtype_in_target(name, dtype), read)
+                shard = Shard(shape, 0, _num_parts(name), index, len(theirs))
+            yield outgoing(source, config, name, target, shard, dtype)
+
+
+def outgoing(
+    source: WeightSource,
+    config: TransformerConfig,
+    name: str,
+    target: str,
+    shard: Shard | None,
+    dtype: torch.dtype | None,
+) -> Outgoing:
+    """Describe a tensor, or a shard of it, as it is written to diffusers' and SAT's files under `target`."""
+    shape, patch = source.shapes[name] if shard is None else shard.share_shape, config.patch_size
+    if name == "patch_embedding.weight" and not patch.joins_frames:  # a convolution there
+        shape = (shape[0], config.in_channels, patch.h, patch.w)
+    read = partial(source.read, name, shard)
+    return Outgoing(target, shape, source.dtype_in_target(name, dtype), read)
 
 
 def write_diffusers(
@@ -302,4 +312,4 @@ def write_diffusers(
     tensors = list(diffusers_tensors(source, config, dtype))
     with new_folder(path, sum(t.nbytes for t in tensors)) as folder:
         write_json(folder / "config.json", about)
-        write_safetensors_folder(folder, "diffusion_pytorch_model", tensors)
+        write_safetensors_folder(folder, tensors)

@@ -223,12 +223,11 @@ def _files_of(folder: Path, kind: str) -> list[Path]:
 
 
 def write_safetensors_folder(
-    folder: Path, stem: str, tensors: Sequence[Outgoing], most_bytes: int = MOST_BYTES
+    folder: Path, tensors: Sequence[Outgoing], most_bytes: int = MOST_BYTES
 ) -> None:
-    """Write <stem>.safetensors, or <stem>-00001-of-0000N.safetensors and so on with an index.
-
-    No file is larger than most_bytes unless one tensor is.
-    """
+    """Write diffusers' file of weights, or several with an index. No file is larger than most_bytes unless
+    one tensor is."""
+    stem = "diffusion_pytorch_model"
     # Greedy and in order, as diffusers and transformers divide their files.
     files: list[list[Outgoing]] = [[]]
     size = 0
@@ -287,7 +286,10 @@ def read_torch_file(path: Path) -> dict[str, Any]:
     try:
         is_zip = zipfile.is_zipfile(path)
         if is_zip:
-            _check_stored(path)
+            # Mapped, compressed entries would be read as other numbers, and the pickle could fill the memory.
+            with zipfile.ZipFile(path) as archive:
+                if {entry.compress_type for entry in archive.infolist()} != {zipfile.ZIP_STORED}:
+                    raise ValueError("compressed, which torch.save never does")
         with torch.serialization.safe_globals(_NUMPY_TYPES):
             content = torch.load(path, map_location="cpu", weights_only=True, mmap=is_zip)
     except OSError as error:
@@ -309,15 +311,6 @@ def read_torch_file(path: Path) -> dict[str, Any]:
             "size with the original"
         ) from None
     return content if isinstance(content, dict) else {}
-
-
-def _check_stored(path: Path) -> None:
-    """Raise ValueError for compressed entries: mapped, they would be read as other numbers, and the
-    pickle could fill the memory."""
-    with zipfile.ZipFile(path) as archive:
-        for entry in archive.infolist():
-            if entry.compress_type != zipfile.ZIP_STORED:
-                raise ValueError(f"{entry.filename} is compressed, which torch.save never does")
 
 
 def write_torch_file(path: Path, key: str, tensors: Sequence[Outgoing]) -> None:

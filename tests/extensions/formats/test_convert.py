@@ -341,9 +341,9 @@ def test_files_are_those_of_the_libraries(tmp_path: Path) -> None:
     assert zipfile.ZipFile(file).testzip() is None
     loaded = torch.load(file, mmap=True)["module"]
     assert all(value.untyped_storage().data_ptr() % 64 == 0 for value in loaded.values())
-    write_safetensors_folder(tmp_path, "model", tensors, most_bytes=90)
-    files = sorted(tmp_path.glob("*.safetensors"))
-    assert [path.name for path in files] == [f"model-0000{i}-of-00002.safetensors" for i in (1, 2)]
+    write_safetensors_folder(tmp_path, tensors, most_bytes=90)
+    files, stem = sorted(tmp_path.glob("*.safetensors")), "diffusion_pytorch_model"
+    assert [path.name for path in files] == [f"{stem}-0000{i}-of-00002.safetensors" for i in (1, 2)]
     assert_same({k: v for path in files for k, v in load_file(path).items()}, state)
     assert safe_open(files[0], "pt").metadata() == {"format": "pt"}
 
