@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from cogfast.config.sat_network import autoencoder_sizes
 from cogfast.core.live_bytes import LiveBytes
 from cogfast.core.shapes import SPATIAL_COMPRESSION, num_latent_frames, num_pixel_frames
-from cogfast.extensions.formats.vae import read_sat_vae, read_vae_config, to_diffusers
+from cogfast.extensions.formats.vae import read_sat_vae, read_vae_config, renamed
 from cogfast.model.weights.source import load_state
 from cogfast.model.weights.tensor_files import SafetensorsFiles
 
@@ -293,7 +293,7 @@ def video_autoencoder_from_sat(
         with torch.device("meta"):
             inner = AutoencoderKLCogVideoX(**sizes, **blocks)
         stored = read_sat_vae(ckpt_path, ignore_keys)
-        names = to_diffusers(stored, num_levels, sizes["layers_per_block"])
+        names = renamed(stored, num_levels, sizes["layers_per_block"], "diffusers")
         fix = "give a 3d-vae.pt that matches ch, ch_mult and num_res_blocks, or list the tensors to leave "
         fix += "out in ignore_keys"
         load_state(inner, names, f"ckpt_path={ckpt_path}", fix, dtype)

@@ -104,10 +104,10 @@ def only_adapters(source: WeightSource, with_others: bool = False) -> WeightSour
     Raises:
         ValueError: there are none, a matrix has no partner, or a run trained other weights, too.
     """
-    shapes = {name: shape for name, shape in source.shapes.items() if is_lora_parameter(name)}
-    if not shapes and not (with_others and source.trained):
+    names = {name: name for name in filter(is_lora_parameter, source.shapes)}
+    if not names and not (with_others and source.trained):
         raise ValueError(f"{source.description}: has no LoRA tensors; use a source with adapters")
-    check_pairs(source.description, shapes)
+    check_pairs(source.description, {name: source.shapes[name] for name in names})
     others = sorted(n for n in source.trained & source.shapes.keys() if not is_lora_parameter(n))
     if others and not with_others:
         raise ValueError(
@@ -115,11 +115,8 @@ def only_adapters(source: WeightSource, with_others: bool = False) -> WeightSour
             f"adapters alone lack: {first_of(others)}; write the whole model with cogfast convert BASE DST --to "
             "diffusers --merge-lora RUN"
         )
-    plain = without_adapters(source)
-    shapes |= {name: plain.shapes[name] for name in (n.replace(".original.", ".") for n in others)}
-    read = lambda name, shard: (source if is_lora_parameter(name) else plain).read(name, shard)
-    kinds = source.dtypes | plain.dtypes
-    return replace(source, shapes=shapes, dtypes=kinds, read=read, is_partial=True)
+    names |= {name.replace(".original.", "."): name for name in others}
+    return replace(selected(source, names), is_partial=True)
 
 
 def without_adapters(source: WeightSource) -> WeightSource:

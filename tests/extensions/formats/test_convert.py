@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from cogfast.config.sat_network import transformer_arguments
 from cogfast.extensions.formats.convert import convert
 from cogfast.extensions.formats.sat import sat_tensors, to_sat_state_dict
-from cogfast.extensions.formats.vae import to_sat as vae_to_sat
+from cogfast.extensions.formats.vae import renamed
 from cogfast.model.config import TransformerConfig
 from cogfast.model.weights import tensor_files
 from cogfast.model.weights.diffusers import (
@@ -247,7 +247,7 @@ def test_the_vae_both_ways(tmp_path: Path) -> None:
     from diffusers import AutoencoderKLCogVideoX
 
     model = tiny_vae()
-    state = vae_to_sat(model.state_dict(), 4, 3)
+    state = renamed(model.state_dict(), 4, 3, "sat")
     torch.save({"state_dict": {**state, "loss.logvar": torch.zeros(())}}, tmp_path / "any.pt")
     convert(tmp_path / "any.pt", tmp_path / "vae", "diffusers", verify=True, scaling_factor=1.15)
     loaded, report = AutoencoderKLCogVideoX.from_pretrained(
