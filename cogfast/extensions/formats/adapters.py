@@ -79,10 +79,7 @@ def open_adapter(
     """Open the adapters of a LoRA file, or of a SAT folder or run that was trained with LoRA.
 
     ema: of a run, see open_source. with_others: and the other weights that the run trained, for a base that
-    has them.
-
-    Raises:
-        ValueError: there are none, tensors have unknown names, or the run trained other weights, too.
+    has them. ValueError if there are none, or tensors have unknown names; see only_adapters.
     """
     if not Path(path).exists():
         raise ValueError(f"{path}: no such file or folder; give the path of LoRA adapters")
@@ -99,11 +96,8 @@ def open_adapter(
 
 def only_adapters(source: WeightSource, with_others: bool = False) -> WeightSource:
     """Return the adapters of a source without the rest. with_others: also the other weights that a run trained,
-    under the names of a model without LoRA.
-
-    Raises:
-        ValueError: there are none, a matrix has no partner, or a run trained other weights, too.
-    """
+    under the names of a model without LoRA. ValueError if there are no adapters, a matrix has no partner, or a
+    run trained other weights, too."""
     names = {name: name for name in filter(is_lora_parameter, source.shapes)}
     if not names and not (with_others and source.trained):
         raise ValueError(f"{source.description}: has no LoRA tensors; use a source with adapters")

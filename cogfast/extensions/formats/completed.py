@@ -30,11 +30,7 @@ _SIZES = ("num_frames", "latent_height", "latent_width")  # of a position table
 
 def completed(source: WeightSource) -> WeightSource:
     """Return the weights of a run that trained and saved a part of a model, without adapters, with the rest
-    from the model that it started from; other weights as they are.
-
-    Raises:
-        ValueError: that model is not there.
-    """
+    from the model that it started from; other weights as they are. ValueError if that model is not there."""
     if source.base is None or any(map(is_lora_parameter, source.shapes)):
         return source
     lacking, _ = lacking_of(source, identify(source))
