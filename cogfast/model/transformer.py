@@ -84,7 +84,17 @@ class DiffusionTransformer(nn.Module):
         with torch.device("meta"):
             self.patch_embedding = nn.Linear(config.in_channels * patch_numel, width)
             self.text_embedding = nn.Linear(config.text_hidden_size, width)
-            self.position_table, self.rotary = _make_positions(config)
+            self.position_table = self.rotary = None
+            size = (config.grid, config.text_length, width)
+            if config.position == "sincos":
+                of_sides = config.height_interpolation, config.width_interpolation
+                self.position_table = PositionTable(*size, (config.time_interpolation, *of_sides))
+            # Rotary and table exclude each other, except in 5B-I2V, which adds a learned table.
+            elif config.learnable_position:
+                self.position_table = PositionTable(*size, interpolation=None)
+            if config.position == "rotary":
+                is_rescaled, theta = config.has_rescaled_positions, config.rope_theta
+                self.rotary = RotaryPositions(config.grid, config.head_width, theta, is_rescaled)
             self.time_embedding = SinusoidEmbedding(width, config.time_embed_dim)
             self.ofs_embedding = None
             if config.ofs_embed_dim is not None:
@@ -201,7 +211,10 @@ class DiffusionTransformer(nn.Module):
         grid = TokenGrid.from_latents(latents, self.patch_size)
         num_text = text.shape[1]
 
-        order = self._row_order(grid, num_text, latents.device)
+        order = None  # row-major
+        if self.sparse_share is not None:
+            key = (grid, num_text, latents.device)
+            order = self._orders.get(key) or self._orders.setdefault(key, RowOrder(*key))
         hidden = self.embed(latents, text, condition_latents, grid)  # [B, S, M]
         conditioning = self.condition(timesteps, ofs)  # [B, time_embed_dim]
         rotation = None if self.rotary is None else self.rotary(grid)
@@ -214,15 +227,6 @@ class DiffusionTransformer(nn.Module):
             hidden = order.undo(hidden)
         # Text rows only condition the video; the network predicts nothing for them.
         return self.unembed(hidden[:, num_text:], conditioning, grid)
-
-    def _row_order(self, grid: TokenGrid, num_text: int, device: torch.device) -> RowOrder | None:
-        """Return the order of rows in the blocks, or None for row-major order."""
-        if self.sparse_share is None:
-            return None
-        key = (grid, num_text, device)
-        if key not in self._orders:
-            self._orders[key] = RowOrder(*key)
-        return self._orders[key]
 
     def embed(
         self, latents: Tensor, text: Tensor, condition_latents: Tensor | None, grid: TokenGrid
@@ -290,25 +294,6 @@ class DiffusionTransformer(nn.Module):
             hidden, norm2.weight, norm2.bias, shift, scale, 0, norm2.eps
         )
         return unpatchify(self.output(hidden), grid, self.patch_size)
-
-
-def _make_positions(
-    config: TransformerConfig,
-) -> tuple[PositionTable | None, RotaryPositions | None]:
-    """Return the module that adds positions to tokens and the one that computes rotary angles, if any."""
-    table = rotary = None
-    if config.position == "rotary":
-        rotary = RotaryPositions(
-            config.grid, config.head_width, config.rope_theta, config.has_rescaled_positions
-        )
-    # Rotary and table exclude each other, except in 5B-I2V, which adds a learned table.
-    size = (config.grid, config.text_length, config.hidden_size)
-    if config.position == "sincos":
-        of_sides = config.height_interpolation, config.width_interpolation
-        table = PositionTable(*size, interpolation=(config.time_interpolation, *of_sides))
-    elif config.learnable_position:
-        table = PositionTable(*size, interpolation=None)
-    return table, rotary
 
 
 @dataclass(frozen=True, slots=True)

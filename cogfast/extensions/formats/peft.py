@@ -237,19 +237,17 @@ class _Keys:
             module = modules.get(_plain_module(named)) if named else None
             if match is None or module is None:
                 found.unexpected.append(key)
-                continue
-            if match["scaled"]:
+            elif match["scaled"]:
                 found.alphas[module] = key
-                continue
-            ours, part = parts[module]
-            name = f"{ours}.matrix_{_SIDES[match['side']]}.{part}"
-            if name in found.ours:
-                raise ValueError(
-                    f"{file}: {brief(found.ours[name])} and {brief(key)} belong to the same linear, so the "
-                    "file has several adapters; give a file with one"
-                )
-            found.ours[name] = key
-            found.modules[name] = module
+            else:
+                ours, part = parts[module]
+                name = f"{ours}.matrix_{_SIDES[match['side']]}.{part}"
+                if name in found.ours:
+                    raise ValueError(
+                        f"{file}: {brief(found.ours[name])} and {brief(key)} belong to the same linear, so the "
+                        "file has several adapters; give a file with one"
+                    )
+                found.ours[name], found.modules[name] = key, module
         return found
 
 

@@ -175,7 +175,8 @@ def find_sat_files(path: Path, ema: bool = False) -> list[Path]:
 
 def open_sat(files: list[Path]) -> WeightSource:
     """Open the transformer's weights in the mp_rank files of one iteration and merge their shards."""
-    shards = [_read_module(file) for file in files]
+    contents = ((file, read_torch_file(file)) for file in files)
+    shards = [only_tensors(file, content.get("module", content)) for file, content in contents]
     ours, unexpected = {}, []
     for key in shards[0]:
         name = from_sat_name(key)
@@ -225,11 +226,6 @@ def open_sat(files: list[Path]) -> WeightSource:
         facts=grid_facts(*tables, table=fixed, is_rotary=is_rotary, where=str(files[0])),
     )
     return with_flat_patches(source)
-
-
-def _read_module(path: Path) -> dict[str, Tensor]:
-    content = read_torch_file(path)
-    return only_tensors(path, content.get("module", content))
 
 
 def _check_shards(files: list[Path], shards: list[dict[str, Tensor]]) -> None:
