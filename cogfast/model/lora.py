@@ -118,8 +118,7 @@ def add_lora(
 ) -> None:
     """Replace the linears of a block that `targets` (keys of TARGETS) name by LoraLinears."""
     for name, num_parts in NUM_PARTS.items():
-        parts = [part for linear, part in map(TARGETS.__getitem__, targets) if linear == name]
-        if parts:
+        if parts := [part for linear, part in map(TARGETS.__getitem__, targets) if linear == name]:
             original = block.get_submodule(name)
             assert isinstance(original, nn.Linear), f"{name} is {type(original).__name__}"
             # The original becomes a child: as in SAT, its parameters have `.original` in their names.

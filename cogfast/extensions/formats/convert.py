@@ -75,8 +75,7 @@ def convert(
         )
     kind = None if dtype is None else getattr(torch, dtype)
     # A VAE has formats and options of its own, and nothing in common with adapters.
-    vae = open_vae(source_path)
-    if vae is not None:
+    if (vae := open_vae(source_path)) is not None:
         options = {"--ema": ema, "--merge-lora": merge_lora is not None, "--add-lora": add_lora}
         options |= {"--lora-alpha": lora_alpha is not None, "--allow-unexpected": allow_unexpected}
         if given := ", ".join(name for name, is_given in options.items() if is_given):
@@ -146,8 +145,7 @@ def _warn_of_training(path: Path) -> None:
 
 def _has_noise(path: Path) -> bool:
     """Whether an inpainting model of a run, a transformer folder or a pipeline has noise in its masked video."""
-    run = find_run_checkpoint(path)
-    if run is not None:
+    if (run := find_run_checkpoint(path)) is not None:
         model = (read_manifest(run).get("config") or {}).get("model") or {}
         return bool(model.get("masked_video_noise"))
     files = (path / "config.json", path / "transformer" / "config.json")

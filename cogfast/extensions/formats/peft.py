@@ -80,8 +80,7 @@ def open_peft(path: str | Path) -> WeightSource:
             "of CogVideoX"
         )
     # DoRA's pairs give wrong weights without its magnitudes.
-    dora = [key for key in found.unexpected if "magnitude" in key or "dora_scale" in key]
-    if dora:
+    if dora := [key for key in found.unexpected if "magnitude" in key or "dora_scale" in key]:
         raise ValueError(
             f"{file}: {brief(dora[0])} is DoRA's, but cogfast reads only LoRA; merge it into its base "
             "with the tool that made it"
@@ -326,8 +325,7 @@ class _Settings:
 def _settings(file: Path, header: Mapping[str, str]) -> tuple[str, _Settings | None]:
     """Return the name and content of PEFT's settings in the header, else in adapter_config.json; None
     if there are none."""
-    key = next((key for key in _HEADER_KEYS if key in header), None)
-    if key is not None:
+    if (key := next((key for key in _HEADER_KEYS if key in header), None)) is not None:
         where = f"{file}: {key}"
         found = parse_json(header[key], dict[str, Any], where)
         # diffusers prefixes its keys by the pipeline's component; other tools may not.

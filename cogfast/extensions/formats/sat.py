@@ -167,8 +167,7 @@ def find_sat_files(path: Path, ema: bool = False) -> list[Path]:
             f"checkpoint of cogfast; check its name{hint}"
         )
     expected = [f"mp_rank_{i:02d}_model_states.pt" for i in range(len(files))]
-    absent = [name for name in expected if not (folder / name).is_file()]
-    if absent:
+    if absent := [name for name in expected if not (folder / name).is_file()]:
         raise ValueError(f"{folder}: has {files[-1].name} but no {absent[0]}; copy it again")
     return [folder / name for name in expected]
 

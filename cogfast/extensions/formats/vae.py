@@ -308,8 +308,7 @@ def vae_config(vae: Vae) -> dict[str, Any]:
         # On meta: names and shapes of the whole model without its memory.
         wanted = AutoencoderKLCogVideoX(**checked.arguments()).state_dict()
     expected = {name: tuple(tensor.shape) for name, tensor in wanted.items()}
-    differing = sorted({name for name, _ in expected.items() ^ shapes.items()})
-    if differing:
+    if differing := sorted({name for name, _ in expected.items() ^ shapes.items()}):
         raise ValueError(
             f"{where}: {counted(len(differing), 'tensor')} missing, unknown or of another shape, first "
             f"{first_of(differing)}; use a complete VAE of CogVideoX"

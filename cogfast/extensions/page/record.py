@@ -177,8 +177,7 @@ def _metrics(path: Path, problems: list[str]) -> list[dict]:
     if not path.exists():
         return []
     found = read_metrics(path)
-    damaged = [*found.problems, *([] if found.cut is None else [found.cut])]
-    if damaged:
+    if damaged := [*found.problems, *([] if found.cut is None else [found.cut])]:
         number = counted(len(damaged), "line")
         problems.append(f"{path.name}: {number} left out as damaged; first: {damaged[0]}")
     return found.lines

@@ -121,8 +121,7 @@ class SamplingFlags:
             from cogfast.train.video_size import frames_problem
 
             network = transformer_arguments(config.model.network_config.params)
-            problem = frames_problem(network, self.frames, "--frames")
-            if problem is not None:
+            if (problem := frames_problem(network, self.frames, "--frames")) is not None:
                 raise ValueError(problem)
             latent_frames = num_latent_frames(self.frames)
             # CogVideoX 1.5 pads the latent frames.
@@ -138,8 +137,7 @@ class SamplingFlags:
             from cogfast.train.video_size import size_problem
 
             network = transformer_arguments(config.model.network_config.params)
-            problem = size_problem(network, *self.size, "--size")
-            if problem is not None:
+            if (problem := size_problem(network, *self.size, "--size")) is not None:
                 raise ValueError(re.sub(r"\[(\d+), (\d+)\]", r"\1x\2", problem))
             put(args, "args.sampling_image_size", [*self.size], "--size")
         if self.fps is not None:

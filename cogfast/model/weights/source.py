@@ -199,8 +199,7 @@ def verify(source: WeightSource, target: Path, written: WeightSource) -> str:
 
     Returns the result in one line. ValueError if a tensor is missing or differs.
     """
-    missing = source.shapes.keys() - written.shapes.keys() - _MAY_BE_LEFT_OUT
-    if missing:
+    if missing := source.shapes.keys() - written.shapes.keys() - _MAY_BE_LEFT_OUT:
         raise ValueError(
             f"{target}: lacks {counted(len(missing), 'tensor')} of the source, first "
             f"{first_of(sorted(missing))}; delete it and convert again"

@@ -203,8 +203,7 @@ def open_tensors(path: Path) -> SafetensorsFiles | TorchFiles:
 def _files_of(folder: Path, kind: str) -> list[Path]:
     """Return the files that a folder's index names, or all of a kind if it has no index."""
     names = sorted(path.name for path in folder.glob(kind))
-    indexes = sorted(folder.glob(f"{kind}.index.json"))
-    if indexes:
+    if indexes := sorted(folder.glob(f"{kind}.index.json")):
         # Programs differ in which of the two they read.
         whole, present = indexes[0].name.removesuffix(".index.json"), names
         names = sorted(set(read_json(indexes[0], _INDEX)["weight_map"].values()))
@@ -213,8 +212,7 @@ def _files_of(folder: Path, kind: str) -> list[Path]:
                 f"{folder}: has {whole}, which holds a whole model, and {brief(indexes[0].name)}, which "
                 "names other files; keep the files of one"
             )
-    absent = [name for name in names if not (folder / name).is_file()]
-    if absent:
+    if absent := [name for name in names if not (folder / name).is_file()]:
         raise ValueError(
             f"{folder}: {brief(absent[0])}, one of {len(names)} files, is missing or no regular file; "
             "copy it again"
@@ -297,8 +295,7 @@ def read_torch_file(path: Path) -> dict[str, Any]:
         raise ValueError(f"{path}: cannot be read ({reason}); check its rights") from None
     except Exception as error:  # on a damaged pickle the unpickler may raise nearly any type
         lines = [line.strip() for line in str(error).splitlines()]
-        reason = next((line for line in lines if "GLOBAL" in line), "")
-        if reason:
+        if reason := next((line for line in lines if "GLOBAL" in line), ""):
             raise ValueError(
                 f"{path}: refused, since reading it would run pickled code ({brief(reason)}); save it "
                 "again with tensors only: torch.save({'module': state_dict}, path)"
