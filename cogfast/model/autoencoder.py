@@ -414,7 +414,6 @@ def _first_fitting(plans: Sequence[_Plan], budget: int) -> _Plan:
 def tiled(
     height: int, width: int, tile: tuple[int, int], per_pixel: float, video_bytes: int
 ) -> DecodePlan:
-    """Return the plan for tiles of this size."""
     # Tiles are decoded one after the other: one of them is in memory at a time.
     area = min(tile[0], height) * min(tile[1], width)
     return DecodePlan(tile, int(area * per_pixel + _VIDEOS_OF_TILES * video_bytes))

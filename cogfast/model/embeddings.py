@@ -141,7 +141,6 @@ class PositionTable(nn.Module):
 
     @torch.no_grad()
     def reset(self) -> None:
-        """Set the initial values."""
         self.weight.zero_()
         if self.interpolation is not None and not self.weight.is_meta:
             rows = sincos_table(self.grid, self.weight.shape[-1], self.interpolation)

@@ -307,11 +307,9 @@ class Network:
 
     @property
     def is_own(self) -> bool:
-        """Whether the class is a user's own."""
         return self.kind is not DiffusionTransformer
 
     def build(self, seed: int = 0) -> DiffusionTransformer:
-        """Build the transformer, with LoRA, and set requires_grad."""
         transformer, keys = assemble_transformer(self.config, seed, self.kind), self.model
         freeze(transformer, keys.not_trainable_prefixes, keys.lora_train, keys.trainable_modules)
         return transformer

@@ -240,7 +240,6 @@ def check_fits(adapter: WeightSource, shapes: Mapping[str, tuple[int, ...]]) -> 
 
 
 def _adapted(adapter: WeightSource) -> set[str]:
-    """Return the names of the linears that adapters belong to."""
     return {pair["module"] for pair in map(PAIR.fullmatch, adapter.shapes) if pair}
 
 

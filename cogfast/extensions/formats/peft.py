@@ -122,7 +122,6 @@ def open_peft(path: str | Path) -> WeightSource:
 
 
 def _read_alpha(file: Path, key: str, values: Tensor) -> float:
-    """Return the number in the tensor of an alpha."""
     alpha = float(values) if values.numel() == 1 else math.nan  # sync: none, on the CPU
     if not _ALPHA.low <= alpha <= _ALPHA.high:
         raise ValueError(
@@ -251,7 +250,6 @@ class _Keys:
 
 
 def _block_of(name: str) -> str | None:
-    """Return the number of the block in a key or a linear's name."""
     match = re.search(r"transformer_blocks[._](\d+)[._]", name)
     return None if match is None else match[1]
 

@@ -117,7 +117,6 @@ class VaeConfig:
     use_post_quant_conv: bool = False
 
     def arguments(self) -> dict[str, Any]:
-        """Return the arguments of diffusers' class."""
         given = asdict(self)
         del given["_class_name"]
         # diffusers' pipelines divide numbers of frames by it, which must stay whole.

@@ -162,7 +162,6 @@ class SamplingFlags:
 
 
 def _params(model: dict[str, Any], flag: str) -> dict[str, Any]:
-    """Return the params of the sampler, which `flag` changes."""
     node = model.get("sampler_config")
     if node is None or is_none(node):
         raise ValueError(f"{flag}: model.sampler_config is missing; sampling needs one")

@@ -33,7 +33,6 @@ class LoraOverlay:
 
     @classmethod
     def parse(cls, text: str) -> LoraOverlay:
-        """Parse `PATH` or `PATH:SCALE`."""
         return cls(*split_scale(text, "--lora"))
 
 

@@ -191,7 +191,6 @@ def check_family(path: str, found: Family, config: TransformerConfig) -> None:
 
 
 def check_depth_and_width(path: str, shapes: Shapes, config: TransformerConfig) -> None:
-    """Raise ValueError if depth or width differ."""
     found = (num_blocks(shapes), shapes["patch_embedding.weight"][0])
     wanted = (config.num_layers, config.hidden_size)
     if found != wanted:

@@ -101,7 +101,6 @@ class WeightSource:
 
     @property
     def main_dtype(self) -> torch.dtype:
-        """The dtype of most tensors."""
         return Counter(self.dtypes.values()).most_common(1)[0][0]
 
     @property
