@@ -104,9 +104,8 @@ class ZeroSNRDDPMDiscretization:
         self.post_shift = post_shift
         # Betas with evenly spaced square roots, in float64: a float32 product of 1000 factors differs from
         # upstream's in its last digits.
-        roots = torch.linspace(
-            linear_start**0.5, linear_end**0.5, num_timesteps, dtype=torch.float64
-        )
+        ends = linear_start**0.5, linear_end**0.5
+        roots = torch.linspace(*ends, num_timesteps, dtype=torch.float64)
         alphas_cumprod = (1 - roots**2).cumprod(dim=0)
         if not post_shift:
             alphas_cumprod = _shift(alphas_cumprod, shift_scale)
@@ -127,9 +126,8 @@ class ZeroSNRDDPMDiscretization:
 
     def steps_of_sat(self, num_steps: int) -> SamplingSteps:
         """Return the steps of `sampling_steps`; after the last one no noise is left."""
-        levels, timesteps = (
-            x.flip(0).tolist() for x in self.sampling_steps(num_steps)
-        )  # sync: none, CPU
+        clean_first = self.sampling_steps(num_steps)
+        levels, timesteps = (x.flip(0).tolist() for x in clean_first)  # sync: none, CPU tables
         is_end = [False] * (num_steps - 1) + [True]
         # Level 1.0 after the last step: the sampler returns its estimate of the clean latents.
         return SamplingSteps(timesteps, levels, [*levels[1:], 1.0], is_end)

@@ -336,19 +336,12 @@ _INSIDE_CONVOLUTIONS = 1.4  # allowance for the workspace of convolutions
 _VIDEOS_OF_TILES = 3.5
 
 
-def _copy_for_dry_run(vae: AutoencoderKLCogVideoX) -> AutoencoderKLCogVideoX:
-    """Return an autoencoder of this config: a dry run on the meta device follows diffusers' code, whatever
-    the version."""
-    copy = type(vae).from_config(vae.config)
-    assert not isinstance(copy, tuple), "from_config without return_unused_kwargs"
-    return copy.eval()
-
-
 def bytes_per_pixel(vae: AutoencoderKLCogVideoX, num_latents: int) -> float:
     """Return the peak bytes of diffusers' decoder per pixel of a frame, in the dtype of `vae` and
     with its chunk size, for `num_latents` latent frames. Workspace of convolutions is included."""
+    # A dry run on the meta device follows diffusers' code, whatever the version.
     with torch.device("meta"):
-        copy = _copy_for_dry_run(vae)
+        copy = cast("AutoencoderKLCogVideoX", type(vae).from_config(vae.config)).eval()
         chunk = copy.num_latent_frames_batch_size = vae.num_latent_frames_batch_size
         # The second of the serial calls needs most memory: it has the caches of the first.
         frames = min(num_latents, 2 * chunk + 1)
@@ -372,7 +365,7 @@ def encode_bytes(
     dtype = next(vae.parameters()).dtype
     rows, columns = (height, width) if tile is None else (min(tile[0], height), min(tile[1], width))
     with torch.device("meta"):
-        copy = _copy_for_dry_run(vae)
+        copy = cast("AutoencoderKLCogVideoX", type(vae).from_config(vae.config)).eval()
         # nn.Module's method: diffusers' own logs a warning.
         nn.Module.to(copy, dtype)
         copy.num_sample_frames_batch_size = num_frames if mode == "whole" else _DIFFUSERS_FRAMES
