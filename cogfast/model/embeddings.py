@@ -56,11 +56,8 @@ class SinusoidEmbedding(nn.Module):
 
 
 def _check_grid(grid: TokenGrid, held: TokenGrid, is_exact: bool) -> None:
-    """Raise ValueError for a grid that a table for `held` does not cover.
-
-    is_exact: rows and columns must be equal, since the table is flattened: with another width its
-    rows belong to different positions.
-    """
+    """Raise ValueError for a grid that a table for `held` does not cover. is_exact: the table is flattened, so
+    with other rows and columns its entries belong to different positions."""
     is_equal = (grid.h, grid.w) == (held.h, held.w)
     if grid.t > held.t or not (is_equal if is_exact else grid.h <= held.h and grid.w <= held.w):
         rule = "exactly" if is_exact else "at most"

@@ -166,7 +166,6 @@ class T5TextEncoder(_PaddedT5):
         return self.transformer(input_ids=ids)[0]  # a tuple if config.json has return_dict: false
 
     def tokenize(self, captions: Sequence[str]) -> Tensor:
-        """Captions [B] -> token ids [B, L] int64 on the CPU."""
         ids = super().tokenize(captions)
         largest, size = int(ids.max()), self.transformer.config.vocab_size
         if largest >= size:

@@ -112,7 +112,7 @@ class DiffusionTransformer(nn.Module):
             )
             for _ in range(config.num_layers)
         )
-        # Run instead of the blocks in training mode, one for each, such as checkpointed versions of them
+        # Set by use_calls, such as checkpointed versions of the blocks.
         self.training_calls: Sequence[BlockCall] | None = None
         self.row_split: RowSplit | None = None
         self.block_source: BlockSource | None = None
@@ -161,6 +161,10 @@ class DiffusionTransformer(nn.Module):
         for block in self.blocks:
             assert isinstance(block, Block), f"{type(block).__name__} among the blocks"
             block.attention.sparse_share = share
+
+    def use_calls(self, calls: Sequence[BlockCall] | None) -> None:
+        """Run these in place of the blocks in training mode, one for each; None: the blocks themselves."""
+        self.training_calls = calls
 
     def unused_parameter_names(self) -> list[str]:
         """Return the names of parameters that never get a gradient."""

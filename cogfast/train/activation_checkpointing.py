@@ -238,7 +238,7 @@ def apply_policies(
             calls.append(_offloading_call(block, number, policy, keep_rng, offload))
         else:
             calls.append(block_call(block, policy, keep_rng, is_compiled))
-    transformer.training_calls = calls
+    transformer.use_calls(calls)
 
 
 def describe(policies: Sequence[Policy]) -> str:

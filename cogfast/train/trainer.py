@@ -97,7 +97,7 @@ class Trainer:
             )
             # The writer exits first: a pending save is complete before anything else is closed.
             with self.watchers, batches, self.writer:
-                # Training mode also selects the checkpointed versions of the blocks (training_calls).
+                # Training mode also selects the checkpointed versions of the blocks (use_calls).
                 self.engine.transformer.train()
                 if args.eval_at_start and self.step == 0:
                     self._evaluate(stop)

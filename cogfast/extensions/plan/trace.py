@@ -368,7 +368,7 @@ def trace_edges(transformer: DiffusionTransformer, size: LatentSize, batch: int)
     x0, timesteps = empty(*shape), empty(batch, dtype=torch.int64)
     calls, was_training = transformer.training_calls, transformer.training
     source, transformer.block_source = transformer.block_source, None  # it has no memory here
-    transformer.train().training_calls = [boundary]
+    transformer.train().use_calls([boundary])
     try:
         with recorder:
             # The arithmetic of diffusion/loss.py and denoiser.py, with one number as noise level.
@@ -384,7 +384,7 @@ def trace_edges(transformer: DiffusionTransformer, size: LatentSize, batch: int)
             embed = recorder.take_events()
     finally:
         transformer.block_source = source
-        transformer.training_calls = calls
+        transformer.use_calls(calls)
         transformer.train(was_training)
     first = Event(peak - recorder.base, peak - recorder.base, 0)
     return Edges(embedded[0], (first, *head[0]), embed, recorder.take_work())

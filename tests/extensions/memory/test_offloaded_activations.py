@@ -61,7 +61,7 @@ def sizes(offloaded: OffloadedActivations) -> list[list[int]]:
 @pytest.mark.parametrize(("name", "rank"), [("2b", 0), ("5b", 4)], ids=["all weights", "lora"])
 def test_gradients_are_bitwise_those_of_plain_blocks(name: str, rank: int, dtype) -> None:
     transformer = make(name, dtype, rank)
-    transformer.training_calls = None
+    transformer.use_calls(None)
     expected = gradients(name, transformer)
     assert len(expected) >= 16
     for policy in POLICIES:
