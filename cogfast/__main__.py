@@ -289,7 +289,7 @@ def report(argv: Sequence[str]) -> None:
     from cogfast.cli.folder_options import parse_report
 
     runs, out = parse_report(argv)
-    from cogfast.extensions.page.report import report as write_report
+    from cogfast.extensions.page.page import report as write_report
 
     sys.stdout.write(f"{printable(str(write_report(runs, out)))}\n")
 

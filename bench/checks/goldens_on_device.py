@@ -17,10 +17,10 @@ from torch import Tensor
 
 from bench.harness.outcome import Outcome, Row, Settings
 from cogfast.config import load_config
-from cogfast.extensions.formats.sat_names import sat_name
 from cogfast.model.embeddings import sinusoid
 from cogfast.model.transformer import DiffusionTransformer, build_transformer
 from cogfast.model.weights.load import load_transformer
+from cogfast.model.weights.names import sat_name
 
 GOLDEN = Path(__file__).resolve().parents[2] / "tests" / "golden"
 # model -> folder of its weights

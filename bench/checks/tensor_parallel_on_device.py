@@ -27,9 +27,9 @@ from bench.harness.outcome import Outcome, Row, Settings
 from cogfast.config import load_config
 from cogfast.distributed.parallelize import allocate, find_shards, parallelize
 from cogfast.distributed.tensor_parallel import ParallelGroup
-from cogfast.extensions.formats.sat_names import sat_name
 from cogfast.model.transformer import build_transformer
 from cogfast.model.weights.load import load_transformer
+from cogfast.model.weights.names import sat_name
 from cogfast.model.weights.shard import Shard
 
 _ops = torch.ops._c10d_functional

@@ -29,7 +29,7 @@ from cogfast.model.config import TransformerConfig
 from cogfast.model.embeddings import PositionTable
 from cogfast.model.lora import is_lora_parameter
 from cogfast.model.transformer import OUTPUT_NORM_EPS, assemble_transformer
-from cogfast.model.weights.diffusers import diffusers_names
+from cogfast.model.weights.names import diffusers_names
 from cogfast.train.activation_checkpointing import apply_policies
 
 Policy = Literal["none", "attention_kept", "pointwise", "full"]
@@ -300,7 +300,7 @@ def as_diffusers(our_name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
     module, _, kind = our_name.rpartition(".matrix_")
     if module:  # an adapter: A.0, A.1, A.2 are of q, k, v
         letter, part = kind.split(".")
-        parts = [name.removesuffix(".weight") for name in diffusers_names(f"{module}.weight")]
+        parts = diffusers_names(module)
         yield f"{parts[int(part)]}.lora_{letter}.default.weight", tensor
         return
     has_adapters = ".original." in our_name

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Protocol, runtime_checkable
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from cogfast.diffusion.noise_schedule import DeviceTable, NumTimesteps
+from cogfast.diffusion.noise_schedule import DeviceTable, NumTimesteps, Schedule
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,15 +39,6 @@ class Network(Protocol):
         ofs: Tensor | None = None,
         tensors: Mapping[str, Tensor] | None = None,
     ) -> Tensor: ...
-
-
-@runtime_checkable
-class Schedule(Protocol):
-    """A discretization: noise levels by timestep, clean first."""
-
-    num_timesteps: int
-
-    def table(self) -> Tensor: ...
 
 
 def broadcast_over(values: Tensor, like: Tensor) -> Tensor:
@@ -82,14 +73,8 @@ class DiscreteDenoiser:
         # number of timesteps: the discretization's num_timesteps
         num_idx: NumTimesteps = 1000,
     ) -> None:
-        # SAT's configs give the table's length twice; two lengths would be two schedules.
-        if num_idx != discretization.num_timesteps:
-            raise ValueError(
-                f"denoiser_config num_idx={num_idx} must be the discretization's "
-                f"num_timesteps={discretization.num_timesteps}; set one of them to the other"
-            )
         self.scaling = scaling
-        self.table = DeviceTable(discretization.table())
+        self.table = DeviceTable(discretization, num_idx, "denoiser_config")
 
     def denoise(
         self,

@@ -95,14 +95,14 @@ class VanillaCFG:
                 "guidance needs the unconditional conditioning (the empty caption); "
                 "give it, or use IdentityGuider"
             )
-        given = conditioning.tensors.items()
+        given, num_samples = conditioning.tensors.items(), len(conditioning.text)
         # One call with 2B samples is faster than two with B; __call__ relies on this order.
         return Conditioning(
             text=torch.cat([unconditional.text, conditioning.text]),
             condition_latents=_joined(
-                unconditional.condition_latents, conditioning.condition_latents
+                unconditional.condition_latents, conditioning.condition_latents, num_samples
             ),
-            ofs=_joined_ofs(unconditional.ofs, conditioning.ofs, len(conditioning.text)),
+            ofs=_joined(unconditional.ofs, conditioning.ofs, num_samples),
             tensors={n: torch.cat([unconditional.tensors[n], v]) for n, v in given},
         )
 
@@ -157,15 +157,11 @@ class DynamicCFG(VanillaCFG):
         return DynamicCFG(self.scale, self.exp, num_steps, self.thresholding)
 
 
-def _joined(uncond: Tensor | None, cond: Tensor | None) -> Tensor | None:
-    assert (uncond is None) == (cond is None), "image latents on one side of the guidance only"
-    return None if cond is None or uncond is None else torch.cat([uncond, cond])
-
-
-def _joined_ofs(uncond: Tensor | None, cond: Tensor | None, batch: int) -> Tensor | None:
-    """Join ofs [B] or [1] of both sides to [2B]."""
-    assert (uncond is None) == (cond is None), "ofs on one side of the guidance only"
+def _joined(uncond: Tensor | None, cond: Tensor | None, num_samples: int) -> Tensor | None:
+    """Join both sides [B, ...] to [2B, ...]; ofs [1] holds for all samples of a side."""
+    assert (uncond is None) == (cond is None), (
+        "image latents or ofs on one side of the guidance only"
+    )
     if cond is None or uncond is None:
         return None
-    # ofs [1] holds for all samples of a side; the joined batch needs a value for each.
-    return torch.cat([uncond.expand(batch), cond.expand(batch)])
+    return torch.cat([x.expand(num_samples, *x.shape[1:]) for x in (uncond, cond)])

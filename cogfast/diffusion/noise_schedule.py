@@ -10,12 +10,13 @@ timestep keeps no signal.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Protocol, runtime_checkable
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from cogfast.core.slot_random import SlotRandom
 from cogfast.core.values import Range
 
 Beta = Annotated[float, Range(1e-8, 0.999)]
@@ -23,6 +24,11 @@ NumTimesteps = Annotated[int, Range(2, 10**5)]
 
 # sat: SAT's table of num_steps entries. The rest are diffusers' spacings of the whole table.
 TimestepSpacing = Literal["sat", "trailing", "leading", "linspace"]
+
+
+# The noise on the first frame of image-to-video training, which the network gets as a condition: CogVideoX,
+# arXiv 2408.06072; CogVideo's sat/diffusion_video.py (`add_noise_to_first_frame`).
+LOG_STRENGTH_MEAN, LOG_STRENGTH_STD = -3.0, 0.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,11 +42,26 @@ class SamplingSteps:
     is_end: list[bool]
 
 
-class DeviceTable:
-    """A small float32 table [n], copied to each device once so that look-ups never sync."""
+@runtime_checkable
+class Schedule(Protocol):
+    """A discretization: noise levels by timestep, clean first."""
 
-    def __init__(self, values: Tensor) -> None:
-        self.values = values
+    num_timesteps: int
+
+    def table(self) -> Tensor: ...
+
+
+class DeviceTable:
+    """The float32 table [n] of a schedule, copied to each device once so that look-ups never sync."""
+
+    def __init__(self, discretization: Schedule, num_idx: int, section: str) -> None:
+        # SAT's configs give the table's length twice; two lengths would be two schedules.
+        if num_idx != discretization.num_timesteps:
+            raise ValueError(
+                f"{section} num_idx={num_idx} must be the discretization's "
+                f"num_timesteps={discretization.num_timesteps}; set one of them to the other"
+            )
+        self.values = discretization.table()
         self._copies: dict[torch.device, Tensor] = {}
 
     def on(self, device: torch.device | str) -> Tensor:
@@ -81,7 +102,11 @@ class ZeroSNRDDPMDiscretization:
         self.num_timesteps = num_timesteps
         self.shift_scale = shift_scale
         self.post_shift = post_shift
-        alphas_cumprod = _scaled_linear(linear_start, linear_end, num_timesteps)
+        # Betas with evenly spaced square roots, in float64: a float32 product of 1000 factors differs from
+        # upstream's in its last digits.
+        ends = linear_start**0.5, linear_end**0.5
+        roots = torch.linspace(*ends, num_timesteps, dtype=torch.float64)
+        alphas_cumprod = (1 - roots**2).cumprod(dim=0)
         if not post_shift:
             alphas_cumprod = _shift(alphas_cumprod, shift_scale)
         self.alphas_cumprod = alphas_cumprod  # [num_timesteps] float64, before the stretch
@@ -101,12 +126,11 @@ class ZeroSNRDDPMDiscretization:
 
     def steps_of_sat(self, num_steps: int) -> SamplingSteps:
         """Return the steps of `sampling_steps`; after the last one no noise is left."""
-        levels, timesteps = self.sampling_steps(num_steps)
-        alpha_sqrt = levels.flip(0).tolist()  # sync: none, a CPU table
+        clean_first = self.sampling_steps(num_steps)
+        levels, timesteps = (x.flip(0).tolist() for x in clean_first)  # sync: none, CPU tables
         is_end = [False] * (num_steps - 1) + [True]
-        numbers = timesteps.flip(0).tolist()  # sync: none, a CPU table
         # Level 1.0 after the last step: the sampler returns its estimate of the clean latents.
-        return SamplingSteps(numbers, alpha_sqrt, [*alpha_sqrt[1:], 1.0], is_end)
+        return SamplingSteps(timesteps, levels, [*levels[1:], 1.0], is_end)
 
     def steps_of_diffusers(
         self,
@@ -173,13 +197,13 @@ def spaced_timesteps(num_steps: int, num_timesteps: int) -> Tensor:
     return falling.long().flip(0)
 
 
-def _scaled_linear(start: float, end: float, num_timesteps: int) -> Tensor:
-    """Return alpha_bar [num_timesteps] float64 for betas with evenly spaced square roots."""
-    # float64: a float32 product of 1000 factors differs from upstream's in its last digits.
-    betas = torch.linspace(start**0.5, end**0.5, num_timesteps, dtype=torch.float64) ** 2
-    return (1 - betas).cumprod(dim=0)
-
-
 def _shift(alphas_cumprod: Tensor, scale: float) -> Tensor:
     """Return alpha_bar with its SNR alpha_bar / (1 - alpha_bar) divided by `scale`."""
     return alphas_cumprod / (scale + (1 - scale) * alphas_cumprod)
+
+
+def add_first_frame_noise(frame: Tensor, rng: SlotRandom) -> Tensor:
+    """Add Gaussian noise of one log-normal strength per sample to frames [B, 3, 1, H, W] in [-1, 1]."""
+    draw = rng.normal("image_noise_strength", (len(frame), 1, 1, 1, 1))
+    sigma = torch.exp(LOG_STRENGTH_MEAN + LOG_STRENGTH_STD * draw)
+    return frame + sigma * rng.normal("image_noise", frame.shape)

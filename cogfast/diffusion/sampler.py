@@ -113,12 +113,20 @@ class VideoDDIMSampler:
         """
         # In bf16 the differences between steps would round away; only the network runs in it.
         x = x.float()
-        noise_like = _noise_source(generator)
+        if isinstance(generator, torch.Generator):
+            noise_like = lambda x: torch.randn(x.shape, device=x.device, generator=generator)
+        else:
+            noise_like = generator or torch.randn_like
         given = self.guider.inputs(conditioning, unconditional)
         prefix = x[:, :, : self.fixed_frames]
         previous, steps = None, self.steps
         for i, timestep in enumerate(steps.timesteps):
-            x = self._with_prefix(x, prefix, steps.alpha_sqrt[i], noise_like)
+            if self.fixed_frames:
+                alpha_sqrt, fixed = steps.alpha_sqrt[i], prefix
+                # All frames of the network's input then have one noise level, as in plain training.
+                if self.sdedit:
+                    fixed = alpha_sqrt * prefix + math.sqrt(1 - alpha_sqrt**2) * noise_like(prefix)
+                x = torch.cat([fixed, x[:, :, self.fixed_frames :]], dim=2)
             batch = torch.cat([x] * self.guider.batch_factor)
             # After respacing, alpha_sqrt is not the table's entry at this timestep: pass both.
             level = batch.new_full(batch.shape[:1], steps.alpha_sqrt[i])
@@ -145,27 +153,10 @@ class VideoDDIMSampler:
 
     def step(self, i: int) -> Step:
         """Return the coefficients of step i; at the first there is no signal, so h = inf."""
-        before, now, after = (
-            self.steps.alpha_sqrt[max(i - 1, 0)],
-            self.steps.alpha_sqrt[i],
-            self.steps.next_alpha_sqrt[i],
-        )
-        return Step(
-            alpha_sqrt=now,
-            next_alpha_sqrt=after,
-            h=_log_snr(after) - _log_snr(now),
-            previous_h=None if i == 0 else _log_snr(now) - _log_snr(before),
-        )
-
-    def _with_prefix(
-        self, x: Tensor, prefix: Tensor, alpha_sqrt: float, noise_like: NoiseLike
-    ) -> Tensor:
-        if self.fixed_frames == 0:
-            return x
-        # All frames of the network's input then have one noise level, as in plain training.
-        if self.sdedit:
-            prefix = alpha_sqrt * prefix + math.sqrt(1 - alpha_sqrt**2) * noise_like(prefix)
-        return torch.cat([prefix, x[:, :, self.fixed_frames :]], dim=2)
+        before = self.steps.alpha_sqrt[i - 1] if i else None
+        now, after = self.steps.alpha_sqrt[i], self.steps.next_alpha_sqrt[i]
+        previous_h = None if before is None else _log_snr(now) - _log_snr(before)
+        return Step(now, after, _log_snr(after) - _log_snr(now), previous_h)
 
 
 class VPODEDPMPP2MSampler(VideoDDIMSampler):
@@ -211,11 +202,3 @@ def _extrapolated(step: Step, denoised: Tensor, previous: Tensor | None) -> Tens
         return denoised
     weight = step.h / (2 * step.previous_h)
     return (1 + weight) * denoised - weight * previous
-
-
-def _noise_source(generator: torch.Generator | NoiseLike | None) -> NoiseLike:
-    if generator is None:
-        return torch.randn_like
-    if isinstance(generator, torch.Generator):
-        return lambda x: torch.randn(x.shape, device=x.device, generator=generator)
-    return generator

@@ -10,8 +10,7 @@ from torch import Tensor
 
 from cogfast.core.slot_random import SlotRandom
 from cogfast.core.values import Range
-from cogfast.diffusion.denoiser import Schedule
-from cogfast.diffusion.noise_schedule import DeviceTable, NumTimesteps
+from cogfast.diffusion.noise_schedule import DeviceTable, NumTimesteps, Schedule
 
 
 class DiscreteSampling:
@@ -34,15 +33,10 @@ class DiscreteSampling:
         # number of strata; null or 0: one per sample of the global batch
         group_num: Annotated[int, Range(0, 10**6)] | None = None,
     ) -> None:
-        if num_idx != discretization.num_timesteps:
-            raise ValueError(
-                f"sigma_sampler_config num_idx={num_idx} must be the discretization's "
-                f"num_timesteps={discretization.num_timesteps}; set one of them to the other"
-            )
         self.num_idx = num_idx
         self.uniform_sampling = uniform_sampling
         self.group_num = group_num
-        self.table = DeviceTable(discretization.table())
+        self.table = DeviceTable(discretization, num_idx, "sigma_sampler_config")
 
     def sample(self, rng: SlotRandom) -> Tensor:
         """Return the timesteps [B] int64 of the slots of `rng`, on its device."""

@@ -96,7 +96,8 @@ class Network:
 
     def _check_rotary(self, given: tuple[Tensor, Tensor] | None, grid: TokenGrid) -> None:
         """Raise ValueError if the tables differ from the network's own, with which it computes."""
-        rotation = self.engine.transformer.rotary(grid)
+        rotary = self.engine.transformer.rotary
+        rotation = rotary and rotary(grid)
         if (given is None) != (rotation is None):
             fix = "no rotary positions; pass None"
             if rotation is not None:

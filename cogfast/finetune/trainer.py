@@ -284,7 +284,7 @@ class Trainer:
         patch = transformer.patch_size
         rows, columns = (side // SPATIAL_COMPRESSION for side in (height, width))
         grid = TokenGrid(-(-num_frames // patch.t), rows // patch.h, columns // patch.w)
-        rotation = transformer.rotary(grid)
+        rotation = transformer.rotary and transformer.rotary(grid)
         return None if rotation is None else rotary_tables(rotation)
 
     def seed_generators(self, rng: SlotRandom, purpose: str) -> None:

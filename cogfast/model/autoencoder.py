@@ -14,7 +14,7 @@ import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Protocol, cast, get_args
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar, cast, get_args
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from cogfast.config.sat_network import autoencoder_sizes
 from cogfast.core.live_bytes import LiveBytes
 from cogfast.core.shapes import SPATIAL_COMPRESSION, num_latent_frames, num_pixel_frames
-from cogfast.extensions.formats.vae import read_sat_vae, read_vae_config, to_diffusers
+from cogfast.extensions.formats.vae import read_sat_vae, read_vae_config, renamed
 from cogfast.model.weights.source import load_state
 from cogfast.model.weights.tensor_files import SafetensorsFiles
 
@@ -81,6 +81,18 @@ class EncodePlan:
     passed_over: Mapping[str, int]
 
 
+def check_pixels(height: int, width: int) -> None:
+    """Raise ValueError for frames that do not divide into latent pixels."""
+    if height % SPATIAL_COMPRESSION or width % SPATIAL_COMPRESSION:
+        raise ValueError(
+            f"frames of {height}x{width} do not divide into latent pixels; "
+            f"use rows and columns that are multiples of {SPATIAL_COMPRESSION}"
+        )
+
+
+_Plan = TypeVar("_Plan", DecodePlan, EncodePlan)
+
+
 class FirstStage(Protocol):
     """A frozen video autoencoder: what an nn.Module must have to be model.first_stage_config's.
 
@@ -96,22 +108,18 @@ class FirstStage(Protocol):
 
     def encode(self, video: Tensor) -> Moments:
         """Encode video [B, 3, F, H, W] to moments [B, C, T, h, w], without drawing from them."""
-        ...
 
     def decode(self, latents: Tensor) -> Tensor:
         """Decode latents [B, C, T, h, w] to video [B, 3, F, H, W], not clamped to [-1, 1]."""
-        ...
 
     def limit_decode_memory(
         self, num_bytes: int, num_frames: int, height: int, width: int
     ) -> DecodePlan:
         """Choose how `decode` works on one video of `num_frames` frames of height x width pixels, so
         that it needs at most `num_bytes` if that is possible, and return the choice."""
-        ...
 
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
         """Return the weights; nn.Module has this method."""
-        ...
 
 
 class VideoAutoencoder(nn.Module):
@@ -167,18 +175,14 @@ class VideoAutoencoder(nn.Module):
 
         An even F gives F/4 latent frames, as in SAT v1.0 and diffusers.
         """
-        num_frames, height, width = video.shape[2:]
-        if height % SPATIAL_COMPRESSION or width % SPATIAL_COMPRESSION:
-            raise ValueError(
-                f"frames of {height}x{width} do not divide into latent pixels; "
-                f"use rows and columns that are multiples of {SPATIAL_COMPRESSION}"
-            )
+        num_frames = video.shape[2]
+        check_pixels(*video.shape[3:])
         # A single frame needs little memory, and `cogfast sample` encodes it whole, too.
         mode = self.encode_mode if num_frames > 1 else "whole"
         self.inner.use_slicing = self.has_encode_slices
         self._set_tile(self.tile if self.use_tiling or mode == "tiles" else None)
-        is_whole = mode == "whole"
-        self.inner.num_sample_frames_batch_size = num_frames if is_whole else _DIFFUSERS_FRAMES
+        frames = num_frames if mode == "whole" else _DIFFUSERS_FRAMES
+        self.inner.num_sample_frames_batch_size = frames
         posterior = self.inner.encode(video.to(self.dtype).contiguous(), return_dict=False)[0]
         return Moments(posterior.mean, posterior.logvar)  # clamped to [-30, 20] there
 
@@ -226,16 +230,16 @@ class VideoAutoencoder(nn.Module):
         plan is the one of least memory.
         """
         if ways is None:
-            is_auto, mode = self.encode_chunks == "auto", self.encode_mode
-            ways = _WAYS if is_auto else ((mode, False), (mode, True))
-        plans: list[EncodePlan] = []
-        passed_over: dict[str, int] = {}
-        tried: set[tuple[str, int]] = set()
+            mode = self.encode_mode
+            ways = _WAYS if self.encode_chunks == "auto" else ((mode, False), (mode, True))
+        # Slicing changes nothing for one clip: the first of two ways that are alike counts.
+        distinct: dict[tuple[EncodeMode, int], bool] = {}
         for mode, is_sliced in ways:
             batch = 1 if is_sliced or self.use_slicing else shape[0]
-            if (mode, batch) in tried:
-                continue
-            tried.add((mode, batch))
+            distinct.setdefault((mode, batch), is_sliced)
+        plans: list[EncodePlan] = []
+        passed_over: dict[str, int] = {}
+        for (mode, batch), is_sliced in distinct.items():
             tile = self.tile if self.use_tiling or mode == "tiles" else None
             tensors = encode_bytes(self.inner, mode, tile, (batch, *shape[1:]))
             estimate = int(_INSIDE_CONVOLUTIONS * tensors)
@@ -244,8 +248,7 @@ class VideoAutoencoder(nn.Module):
             if estimate <= num_bytes:
                 break
             passed_over[mode] = estimate
-        fits = plans[-1].num_bytes <= num_bytes
-        plan = plans[-1] if fits else min(plans, key=lambda plan: plan.num_bytes)
+        plan = _first_fitting(plans, num_bytes)
         self.use(plan)
         return plan
 
@@ -290,7 +293,7 @@ def video_autoencoder_from_sat(
         with torch.device("meta"):
             inner = AutoencoderKLCogVideoX(**sizes, **blocks)
         stored = read_sat_vae(ckpt_path, ignore_keys)
-        names = to_diffusers(stored, num_levels, sizes["layers_per_block"])
+        names = renamed(stored, num_levels, sizes["layers_per_block"], "diffusers")
         fix = "give a 3d-vae.pt that matches ch, ch_mult and num_res_blocks, or list the tensors to leave "
         fix += "out in ignore_keys"
         load_state(inner, names, f"ckpt_path={ckpt_path}", fix, dtype)
@@ -333,19 +336,12 @@ _INSIDE_CONVOLUTIONS = 1.4  # allowance for the workspace of convolutions
 _VIDEOS_OF_TILES = 3.5
 
 
-def _copy_for_dry_run(vae: AutoencoderKLCogVideoX) -> AutoencoderKLCogVideoX:
-    """Return an autoencoder of this config: a dry run on the meta device follows diffusers' code, whatever
-    the version."""
-    copy = type(vae).from_config(vae.config)
-    assert not isinstance(copy, tuple), "from_config without return_unused_kwargs"
-    return copy.eval()
-
-
 def bytes_per_pixel(vae: AutoencoderKLCogVideoX, num_latents: int) -> float:
     """Return the peak bytes of diffusers' decoder per pixel of a frame, in the dtype of `vae` and
     with its chunk size, for `num_latents` latent frames. Workspace of convolutions is included."""
+    # A dry run on the meta device follows diffusers' code, whatever the version.
     with torch.device("meta"):
-        copy = _copy_for_dry_run(vae)
+        copy = cast("AutoencoderKLCogVideoX", type(vae).from_config(vae.config)).eval()
         chunk = copy.num_latent_frames_batch_size = vae.num_latent_frames_batch_size
         # The second of the serial calls needs most memory: it has the caches of the first.
         frames = min(num_latents, 2 * chunk + 1)
@@ -369,7 +365,7 @@ def encode_bytes(
     dtype = next(vae.parameters()).dtype
     rows, columns = (height, width) if tile is None else (min(tile[0], height), min(tile[1], width))
     with torch.device("meta"):
-        copy = _copy_for_dry_run(vae)
+        copy = cast("AutoencoderKLCogVideoX", type(vae).from_config(vae.config)).eval()
         # nn.Module's method: diffusers' own logs a warning.
         nn.Module.to(copy, dtype)
         copy.num_sample_frames_batch_size = num_frames if mode == "whole" else _DIFFUSERS_FRAMES
@@ -399,6 +395,11 @@ def plan_decode(
     whole = DecodePlan(None, int(height * width * per_pixel) + 2 * video_bytes)
     smaller = [tile for tile in DECODE_TILES if tile[0] < height or tile[1] < width]
     plans = [whole, *(tiled(height, width, tile, per_pixel, video_bytes) for tile in smaller)]
+    return _first_fitting(plans, budget)
+
+
+def _first_fitting(plans: Sequence[_Plan], budget: int) -> _Plan:
+    """Return the first plan that takes at most `budget` bytes, else the one that takes least."""
     fitting = (plan for plan in plans if plan.num_bytes <= budget)
     return next(fitting, min(plans, key=lambda plan: plan.num_bytes))
 
@@ -406,7 +407,6 @@ def plan_decode(
 def tiled(
     height: int, width: int, tile: tuple[int, int], per_pixel: float, video_bytes: int
 ) -> DecodePlan:
-    """Return the plan for tiles of this size."""
     # Tiles are decoded one after the other: one of them is in memory at a time.
     area = min(tile[0], height) * min(tile[1], width)
     return DecodePlan(tile, int(area * per_pixel + _VIDEOS_OF_TILES * video_bytes))

@@ -57,7 +57,25 @@ class TransformerConfig:
     lora_targets: tuple[str, ...] = DEFAULT_TARGETS
 
     def __post_init__(self) -> None:
-        self._check_sizes()
+        # Refuse sizes of too large a model before anything of that size is allocated. A layer has about 12 M^2
+        # weights.
+        if self.num_layers * self.hidden_size**2 > _MOST_PRODUCT:
+            raise ValueError(
+                f"num_layers={self.num_layers} and hidden_size={self.hidden_size} make a network of "
+                f"{12 * self.num_layers * self.hidden_size**2:.0e} weights or more; use at most 1e+11"
+            )
+        # Position tables grow with the product of three sizes, each of which may be in range.
+        grid, patch, table = self.grid, self.patch_size, 0
+        if self.position == "sincos" or self.learnable_position:
+            table = (grid.num_tokens + self.text_length) * self.hidden_size
+        is_possible = self.text_length > 0 and 1 <= grid.num_tokens <= _MOST_TOKENS
+        if not is_possible or table > _MOST_TABLE:
+            raise ValueError(
+                f"num_frames={self.num_frames}, latent_height={self.latent_height} and latent_width="
+                f"{self.latent_width} with patches of {patch.t}x{patch.h}x{patch.w} give positions "
+                f"for {grid.num_tokens} tokens beside text_length={self.text_length}; use 1 to "
+                f"{_MOST_TOKENS} tokens and tables of at most {_MOST_TABLE} numbers"
+            )
         if self.hidden_size % self.num_attention_heads:
             raise ValueError(
                 f"num_attention_heads={self.num_attention_heads} must divide "
@@ -82,27 +100,6 @@ class TransformerConfig:
             raise ValueError(
                 f"ofs_embed_dim={self.ofs_embed_dim} must equal time_embed_dim="
                 f"{self.time_embed_dim}: the two embeddings are added"
-            )
-
-    def _check_sizes(self) -> None:
-        """Raise ValueError for sizes of too large a model, before anything of that size is allocated."""
-        # A layer has about 12 M^2 weights.
-        if self.num_layers * self.hidden_size**2 > _MOST_PRODUCT:
-            raise ValueError(
-                f"num_layers={self.num_layers} and hidden_size={self.hidden_size} make a network of "
-                f"{12 * self.num_layers * self.hidden_size**2:.0e} weights or more; use at most 1e+11"
-            )
-        # Position tables grow with the product of three sizes, each of which may be in range.
-        grid, patch, table = self.grid, self.patch_size, 0
-        if self.position == "sincos" or self.learnable_position:
-            table = (grid.num_tokens + self.text_length) * self.hidden_size
-        is_possible = self.text_length > 0 and 1 <= grid.num_tokens <= _MOST_TOKENS
-        if not is_possible or table > _MOST_TABLE:
-            raise ValueError(
-                f"num_frames={self.num_frames}, latent_height={self.latent_height} and latent_width="
-                f"{self.latent_width} with patches of {patch.t}x{patch.h}x{patch.w} give positions "
-                f"for {grid.num_tokens} tokens beside text_length={self.text_length}; use 1 to "
-                f"{_MOST_TOKENS} tokens and tables of at most {_MOST_TABLE} numbers"
             )
 
     @property
@@ -228,14 +225,12 @@ class Family:
 
     @classmethod
     def of_config(cls, config: TransformerConfig) -> Family:
-        return cls(
-            is_rotary=config.position == "rotary",
-            has_learned_table=config.position == "rotary" and config.learnable_position,
-            has_ofs=config.ofs_embed_dim is not None,
-            patch=config.patch_size,
-            in_channels=config.in_channels,
-            out_channels=config.out_channels,
+        is_rotary, has_ofs = config.position == "rotary", config.ofs_embed_dim is not None
+        has_table, channels = (
+            is_rotary and config.learnable_position,
+            (config.in_channels, config.out_channels),
         )
+        return cls(is_rotary, has_table, has_ofs, config.patch_size, *channels)
 
     @property
     def has_image_part(self) -> bool:

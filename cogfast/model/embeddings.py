@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from einops import rearrange
 from torch import Tensor, nn
 
 from cogfast.core.shapes import PatchSize, TokenGrid
@@ -18,17 +19,15 @@ from cogfast.kernels.qk_norm_rope3d import Rotation
 
 def patchify(latents: Tensor, patch: PatchSize) -> Tensor:
     """[B, C, T, h, w] -> [B, V, C*patch]: one row per patch, its entries ordered (c t h w)."""
-    b, c, t, h, w = latents.shape
-    x = latents.view(b, c, t // patch.t, patch.t, h // patch.h, patch.h, w // patch.w, patch.w)
     # (c t h w) is the order of the inputs in the published patch embeddings.
-    return x.permute(0, 2, 4, 6, 1, 3, 5, 7).reshape(b, -1, c * patch.t * patch.h * patch.w)
+    pattern = "b c (t dt) (h dh) (w dw) -> b (t h w) (c dt dh dw)"
+    return rearrange(latents, pattern, dt=patch.t, dh=patch.h, dw=patch.w)
 
 
 def unpatchify(rows: Tensor, grid: TokenGrid, patch: PatchSize) -> Tensor:
     """[B, V, C*patch] -> [B, C, T, h, w]; the inverse of patchify."""
-    x = rows.view(rows.shape[0], grid.t, grid.h, grid.w, -1, patch.t, patch.h, patch.w)
-    x = x.permute(0, 4, 1, 5, 2, 6, 3, 7)
-    return x.flatten(6, 7).flatten(4, 5).flatten(2, 3)
+    sizes = {"t": grid.t, "h": grid.h, "dt": patch.t, "dh": patch.h, "dw": patch.w}
+    return rearrange(rows, "b (t h w) (c dt dh dw) -> b c (t dt) (h dh) (w dw)", **sizes)
 
 
 def sinusoid(positions: Tensor, width: int) -> Tensor:
@@ -57,28 +56,16 @@ class SinusoidEmbedding(nn.Module):
 
 
 def _check_grid(grid: TokenGrid, held: TokenGrid, is_exact: bool) -> None:
-    """Raise ValueError for a grid that a table for `held` does not cover.
-
-    is_exact: rows and columns must be equal, since the table is flattened: with another width its
-    rows belong to different positions.
-    """
-    fits = grid.t <= held.t and grid.h <= held.h and grid.w <= held.w
-    if fits and (not is_exact or (grid.h, grid.w) == (held.h, held.w)):
-        return
-    rule = f"up to {held.t} frames of exactly" if is_exact else f"up to {held.t} frames of at most"
-    raise ValueError(
-        f"video of {grid.t}x{grid.h}x{grid.w} tokens (frames x rows x columns): the position table "
-        f"holds {rule} {held.h}x{held.w}; set num_frames, latent_height and latent_width of "
-        "model.network_config.params to the clip's"
-    )
-
-
-def sincos_axis(width: int, positions: np.ndarray) -> np.ndarray:
-    """Return sin, then cos, of positions [N] at width/2 frequencies from 1 down to 1/10000:
-    [N, width] float64."""
-    frequencies = 10000.0 ** (-np.arange(width // 2, dtype=np.float64) / (width / 2))
-    angles = np.outer(positions, frequencies)
-    return np.concatenate([np.sin(angles), np.cos(angles)], axis=1)
+    """Raise ValueError for a grid that a table for `held` does not cover. is_exact: the table is flattened, so
+    with other rows and columns its entries belong to different positions."""
+    is_equal = (grid.h, grid.w) == (held.h, held.w)
+    if grid.t > held.t or not (is_equal if is_exact else grid.h <= held.h and grid.w <= held.w):
+        rule = "exactly" if is_exact else "at most"
+        raise ValueError(
+            f"video of {grid.t}x{grid.h}x{grid.w} tokens (frames x rows x columns): the position table "
+            f"holds up to {held.t} frames of {rule} {held.h}x{held.w}; set num_frames, latent_height "
+            "and latent_width of model.network_config.params to the clip's"
+        )
 
 
 def sincos_table(
@@ -88,16 +75,16 @@ def sincos_table(
 
     interpolation (t, h, w) divides the positions, which stretches the table over a larger grid.
     """
-    shape = (grid.t, grid.h, grid.w)
-    scaled = zip(shape, interpolation, strict=True)
-    t, h, w = (np.arange(n, dtype=np.float32) / scale for n, scale in scaled)
+    shape, axes = (grid.t, grid.h, grid.w), []
     # Columns precede rows, as in both upstreams, whose meshgrid has w first.
-    time = sincos_axis(width // 4, t)[:, None, None]
-    column = sincos_axis(width // 8 * 3, w)[None, None]
-    row = sincos_axis(width // 8 * 3, h)[None, :, None]
-    # Round to float32 before joining the axes: a float64 table would take twice the memory.
-    axes = [x.astype(np.float32) for x in (time, column, row)]
-    axes = [np.broadcast_to(x, (*shape, x.shape[-1])) for x in axes]
+    for axis, part in ((0, width // 4), (2, width // 8 * 3), (1, width // 8 * 3)):
+        positions = np.arange(shape[axis], dtype=np.float32) / interpolation[axis]
+        frequencies = 10000.0 ** (-np.arange(part // 2, dtype=np.float64) / (part / 2))
+        angles = np.outer(positions, frequencies)
+        # Round to float32 before joining the axes: a float64 table would take twice the memory.
+        values = np.concatenate([np.sin(angles), np.cos(angles)], axis=1).astype(np.float32)
+        others = tuple({0, 1, 2} - {axis})
+        axes.append(np.broadcast_to(np.expand_dims(values, others), (*shape, part)))
     # from_numpy ignores a surrounding `torch.device("meta")`, so the values are kept.
     return torch.from_numpy(np.concatenate(axes, axis=-1).reshape(grid.num_tokens, width))
 
@@ -151,7 +138,6 @@ class PositionTable(nn.Module):
 
     @torch.no_grad()
     def reset(self) -> None:
-        """Set the initial values."""
         self.weight.zero_()
         if self.interpolation is not None and not self.weight.is_meta:
             rows = sincos_table(self.grid, self.weight.shape[-1], self.interpolation)
@@ -167,13 +153,6 @@ class PositionTable(nn.Module):
             )
         # Tokens are ordered by frame, so a shorter clip uses the first rows of the table.
         return hidden + self.weight[:, : hidden.shape[1]]
-
-
-class NoPositionTable(nn.Module):
-    """Replaces PositionTable in models whose tokens have no added position."""
-
-    def forward(self, hidden: Tensor, num_text: int, grid: TokenGrid) -> Tensor:
-        return hidden
 
 
 class RotaryPositions(nn.Module):
@@ -243,10 +222,3 @@ def pipeline_ranges(grid: TokenGrid, base: TokenGrid) -> tuple[tuple[int, int], 
         height, width = round(base.w / grid.w * grid.h), base.w
     top, left = round((base.h - height) / 2.0), round((base.w - width) / 2.0)
     return (top, top + height), (left, left + width)
-
-
-class NoRotation(nn.Module):
-    """Replaces RotaryPositions in 2B, which does not rotate queries and keys."""
-
-    def forward(self, grid: TokenGrid) -> None:
-        return None

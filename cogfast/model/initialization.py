@@ -58,10 +58,8 @@ def initialize(
 
 
 def _draw(name: str, parameter: Tensor, generator: torch.Generator) -> None:
-    module, _, kind = name.rpartition(".")
-    owner = module.rpartition(".")[2]
-    is_last = ".modulation." in name or owner in ("output_modulation", "output")
-    if kind == "bias" or is_last:
+    *_, owner, kind = ("", *name.split("."))
+    if kind == "bias" or ".modulation." in name or owner in ("output_modulation", "output"):
         parameter.zero_()
     elif owner.endswith("norm"):
         parameter.fill_(1.0)

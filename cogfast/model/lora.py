@@ -36,7 +36,7 @@ NUM_PARTS = {"attention.qkv": 3, "attention.out": 1, "fc1": 1, "fc2": 1}
 
 class LoraLinear(nn.Module):
     """A linear (`original`) with adapters. parts: the parts of the output, of num_parts, that have a
-    pair; None: all. The names of a pair end in the index of its part. is_on: False runs the original
+    pair. The names of a pair end in the index of its part. is_on: False runs the original
     alone (`without_adapters`)."""
 
     is_on = True
@@ -48,13 +48,13 @@ class LoraLinear(nn.Module):
         rank: int,
         alpha: float,
         dropout: float,
-        parts: Sequence[int] | None = None,
+        parts: Sequence[int],
         *,
         kernels: BlockKernels,
     ):
         super().__init__()
         out_features, in_features = original.weight.shape
-        names = [str(i) for i in (range(num_parts) if parts is None else sorted(parts))]
+        names = [str(i) for i in sorted(parts)]
         make = lambda *shape: nn.Parameter(original.weight.new_zeros(shape))
         self.original, self.num_parts, self.kernels = original, num_parts, kernels
         rows = out_features // num_parts
@@ -118,8 +118,7 @@ def add_lora(
 ) -> None:
     """Replace the linears of a block that `targets` (keys of TARGETS) name by LoraLinears."""
     for name, num_parts in NUM_PARTS.items():
-        parts = [part for linear, part in map(TARGETS.__getitem__, targets) if linear == name]
-        if parts:
+        if parts := [part for linear, part in map(TARGETS.__getitem__, targets) if linear == name]:
             original = block.get_submodule(name)
             assert isinstance(original, nn.Linear), f"{name} is {type(original).__name__}"
             # The original becomes a child: as in SAT, its parameters have `.original` in their names.

@@ -6,7 +6,7 @@ import logging
 import math
 import re
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from cogfast.core.json_files import brief, read_json
 from cogfast.core.values import Range
 from cogfast.model.weights.source import load_state
-from cogfast.model.weights.tensor_files import SafetensorsFiles, only_tensors, read_torch_file
+from cogfast.model.weights.tensor_files import SafetensorsFiles, TorchFiles
 
 logger = logging.getLogger(__name__)
 
@@ -51,7 +51,6 @@ class TextEncoder(Protocol):
 
     def __call__(self, captions: Sequence[str]) -> Tensor:
         """Call `forward`; nn.Module has this method."""
-        ...
 
     def forward(self, captions: Sequence[str]) -> Tensor:
         """Encode captions [B] to embeddings [B, L, E] on the module's device, in any float dtype.
@@ -60,7 +59,6 @@ class TextEncoder(Protocol):
         to all rows. E is the model's text_hidden_size. The same caption must give the same rows in
         any batch, because a latent cache stores them.
         """
-        ...
 
 
 class _PaddedT5(nn.Module):
@@ -168,7 +166,6 @@ class T5TextEncoder(_PaddedT5):
         return self.transformer(input_ids=ids)[0]  # a tuple if config.json has return_dict: false
 
     def tokenize(self, captions: Sequence[str]) -> Tensor:
-        """Captions [B] -> token ids [B, L] int64 on the CPU."""
         ids = super().tokenize(captions)
         largest, size = int(ids.max()), self.transformer.config.vocab_size
         if largest >= size:
@@ -272,18 +269,20 @@ class _T5Block(nn.Module):
         self.attention_norm, self.mlp_norm = _T5Norm(d_model), _T5Norm(d_model)
 
     def draw_weights(self) -> None:
-        d_model = self.q.in_features
-        deviations: dict[nn.Linear | nn.Embedding, float] = {
-            self.q: (d_model * self.d_kv) ** -0.5,
-            self.k: d_model**-0.5,
-            self.v: d_model**-0.5,
-            self.o: self.o.in_features**-0.5,
-        }
+        # {layer: the number of which its standard deviation is the inverse root}
+        width = self.q.in_features
+        attention: dict[nn.Module, int] = {self.q: width * self.d_kv, self.k: width, self.v: width}
+        attention[self.o] = self.o.in_features
         if self.buckets is not None:
-            deviations[self.buckets] = d_model**-0.5
-        _draw(deviations)
-        inward = d_model**-0.5
-        _draw({self.wi_0: inward, self.wi_1: inward, self.wo: self.wo.in_features**-0.5})
+            attention[self.buckets] = width
+        for layers in (
+            attention,
+            {self.wi_0: width, self.wi_1: width, self.wo: self.wo.in_features},
+        ):
+            for layer in layers:
+                nn.init.normal_(layer.weight)
+            for layer, number in layers.items():
+                nn.init.normal_(layer.weight, std=number**-0.5)
 
     def position_bias(self, num_tokens: int) -> Tensor:
         """Return the learned bias of each distance between tokens: [1, H, L, L]."""
@@ -308,14 +307,6 @@ class _T5Block(nn.Module):
         hidden = hidden + self.o(x.transpose(1, 2).flatten(2))
         x = self.mlp_norm(hidden)
         return hidden + self.wo(_gelu(self.wi_0(x)) * self.wi_1(x))
-
-
-def _draw(deviations: Mapping[nn.Linear | nn.Embedding, float]) -> None:
-    """Draw the layers' weights with standard deviation 1, then again with the given ones."""
-    for layer in deviations:
-        nn.init.normal_(layer.weight)
-    for layer, deviation in deviations.items():
-        nn.init.normal_(layer.weight, std=deviation)
 
 
 def _gelu(x: Tensor) -> Tensor:
@@ -402,14 +393,13 @@ class _TokenizerConfig:
 
 def _read_weights(folder: Path) -> dict[str, Tensor]:
     """Read T5's encoder, in safetensors or PyTorch files, without a whole T5's decoder and last layer."""
-    single, state = folder / "model.safetensors", {}
+    single = folder / "model.safetensors"
     if single.is_file() or (folder / "model.safetensors.index.json").is_file():
         # transformers takes the single file if there is an index, too.
         files = SafetensorsFiles(single if single.is_file() else folder)
-        state = {name: files.read(name) for name in files.names()}
     else:
-        for file in sorted(folder.glob("pytorch_model*.bin")):
-            state |= only_tensors(file, read_torch_file(file))
+        files = TorchFiles(folder)
+    state = {name: files.read(name) for name in files.names()}
     state = {k: v for k, v in state.items() if not k.startswith(("decoder.", "lm_head."))}
     # One table has two names; files may have either.
     for name, other in (_TABLES, _TABLES[::-1]):

@@ -18,14 +18,11 @@ from cogfast.config.sat_unused import NETWORK
 from cogfast.core.shapes import PatchSize, TokenGrid
 from cogfast.core.slot_random import random_bits
 from cogfast.core.values import KeyProblem, nearest
-from cogfast.extensions.formats.sat_names import sat_name
 from cogfast.kernels.block_kernels import BlockKernels, choose_kernels
 from cogfast.kernels.qk_norm_rope3d import Rotation
 from cogfast.model.block import NORM_EPS, Block
 from cogfast.model.config import TransformerConfig
 from cogfast.model.embeddings import (
-    NoPositionTable,
-    NoRotation,
     PositionTable,
     RotaryPositions,
     RowOrder,
@@ -36,6 +33,7 @@ from cogfast.model.embeddings import (
 from cogfast.model.initialization import initialize
 from cogfast.model.keys import DEFAULT_FROZEN_PREFIXES, ModelKeys
 from cogfast.model.lora import LoraLinear, add_lora, is_lora_parameter
+from cogfast.model.weights.names import sat_name
 
 BlockCall = Callable[..., Tensor]  # as Block.forward, with the block_arguments of a subclass behind
 
@@ -47,15 +45,12 @@ class RowSplit(Protocol):
         self, hidden: Tensor, conditioning: Tensor, num_text: int
     ) -> tuple[Tensor, Tensor, int]:
         """Return this rank's rows of hidden [B, S, M], the conditioning, and how many rows are text."""
-        ...
 
     def join(self, hidden: Tensor) -> Tensor:
         """Return all rows [B, S, M] of this rank's rows."""
-        ...
 
     def attention_kernels(self, kernels: BlockKernels) -> BlockKernels:
         """Return the kernels for attention, which needs all rows."""
-        ...
 
 
 class BlockSource(Protocol):
@@ -63,7 +58,6 @@ class BlockSource(Protocol):
 
     def around(self, calls: Iterable[BlockCall]) -> Iterable[BlockCall]:
         """Return the calls of all blocks, each with its weights fetched before it."""
-        ...
 
 
 OUTPUT_NORM_EPS = 1e-6  # as SAT; diffusers has 1e-5 here, which changes outputs by 2e-5
@@ -91,7 +85,17 @@ class DiffusionTransformer(nn.Module):
         with torch.device("meta"):
             self.patch_embedding = nn.Linear(config.in_channels * patch_numel, width)
             self.text_embedding = nn.Linear(config.text_hidden_size, width)
-            self.position_table, self.rotary = _make_positions(config)
+            self.position_table = self.rotary = None
+            size = (config.grid, config.text_length, width)
+            if config.position == "sincos":
+                of_sides = config.height_interpolation, config.width_interpolation
+                self.position_table = PositionTable(*size, (config.time_interpolation, *of_sides))
+            # Rotary and table exclude each other, except in 5B-I2V, which adds a learned table.
+            elif config.learnable_position:
+                self.position_table = PositionTable(*size, interpolation=None)
+            if config.position == "rotary":
+                is_rescaled, theta = config.has_rescaled_positions, config.rope_theta
+                self.rotary = RotaryPositions(config.grid, config.head_width, theta, is_rescaled)
             self.time_embedding = SinusoidEmbedding(width, config.time_embed_dim)
             self.ofs_embedding = None
             if config.ofs_embed_dim is not None:
@@ -160,10 +164,7 @@ class DiffusionTransformer(nn.Module):
             block.attention.sparse_share = share
 
     def use_calls(self, calls: Sequence[BlockCall] | None) -> None:
-        """Run these instead of the blocks in training mode, such as checkpointed versions of them.
-
-        calls: one for each block; None: the blocks themselves.
-        """
+        """Run these in place of the blocks in training mode, one for each; None: the blocks themselves."""
         self.training_calls = calls
 
     def unused_parameter_names(self) -> list[str]:
@@ -215,10 +216,13 @@ class DiffusionTransformer(nn.Module):
         grid = TokenGrid.from_latents(latents, self.patch_size)
         num_text = text.shape[1]
 
-        order = self._row_order(grid, num_text, latents.device)
+        order = None  # row-major
+        if self.sparse_share is not None:
+            key = (grid, num_text, latents.device)
+            order = self._orders.get(key) or self._orders.setdefault(key, RowOrder(*key))
         hidden = self.embed(latents, text, condition_latents, grid)  # [B, S, M]
         conditioning = self.condition(timesteps, ofs)  # [B, time_embed_dim]
-        rotation = self.rotary(grid)
+        rotation = None if self.rotary is None else self.rotary(grid)
         if order is not None:
             hidden = order.apply(hidden)
             rotation = None if rotation is None else replace(rotation, order=order.video)
@@ -228,15 +232,6 @@ class DiffusionTransformer(nn.Module):
             hidden = order.undo(hidden)
         # Text rows only condition the video; the network predicts nothing for them.
         return self.unembed(hidden[:, num_text:], conditioning, grid)
-
-    def _row_order(self, grid: TokenGrid, num_text: int, device: torch.device) -> RowOrder | None:
-        """Return the order of rows in the blocks, or None for row-major order."""
-        if self.sparse_share is None:
-            return None
-        key = (grid, num_text, device)
-        if key not in self._orders:
-            self._orders[key] = RowOrder(*key)
-        return self._orders[key]
 
     def embed(
         self, latents: Tensor, text: Tensor, condition_latents: Tensor | None, grid: TokenGrid
@@ -256,7 +251,8 @@ class DiffusionTransformer(nn.Module):
             )
         text = self.text_embedding(text.to(self.dtype))
         video = self.patch_embedding(patchify(latents, self.patch_size))
-        return self.position_table(torch.cat([text, video], dim=1), text.shape[1], grid)
+        hidden, table = torch.cat([text, video], dim=1), self.position_table
+        return hidden if table is None else table(hidden, text.shape[1], grid)
 
     def condition(self, timesteps: Tensor, ofs: Tensor | None) -> Tensor:
         """Return the vector that modulates all blocks, [B, time_embed_dim].
@@ -305,24 +301,6 @@ class DiffusionTransformer(nn.Module):
         return unpatchify(self.output(hidden), grid, self.patch_size)
 
 
-def _make_positions(config: TransformerConfig) -> tuple[nn.Module, nn.Module]:
-    """Return the module that adds positions to tokens and the one that computes rotary angles."""
-    table: nn.Module = NoPositionTable()
-    rotary: nn.Module = NoRotation()
-    if config.position == "rotary":
-        rotary = RotaryPositions(
-            config.grid, config.head_width, config.rope_theta, config.has_rescaled_positions
-        )
-    # Rotary and table exclude each other, except in 5B-I2V, which adds a learned table.
-    size = (config.grid, config.text_length, config.hidden_size)
-    if config.position == "sincos":
-        of_sides = config.height_interpolation, config.width_interpolation
-        table = PositionTable(*size, interpolation=(config.time_interpolation, *of_sides))
-    elif config.learnable_position:
-        table = PositionTable(*size, interpolation=None)
-    return table, rotary
-
-
 @dataclass(frozen=True, slots=True)
 class Network:
     """A network as model.network_config describes it."""
@@ -334,11 +312,9 @@ class Network:
 
     @property
     def is_own(self) -> bool:
-        """Whether the class is a user's own."""
         return self.kind is not DiffusionTransformer
 
     def build(self, seed: int = 0) -> DiffusionTransformer:
-        """Build the transformer, with LoRA, and set requires_grad."""
         transformer, keys = assemble_transformer(self.config, seed, self.kind), self.model
         freeze(transformer, keys.not_trainable_prefixes, keys.lora_train, keys.trainable_modules)
         return transformer

@@ -17,7 +17,7 @@ from cogfast.core.shapes import PatchSize, num_latent_frames, num_pixel_frames, 
 from cogfast.core.slot_random import SlotRandom, random_bits
 from cogfast.data.batches import in_unit_range
 from cogfast.diffusion.denoiser import Conditioning
-from cogfast.diffusion.first_frame_noise import add_first_frame_noise
+from cogfast.diffusion.noise_schedule import add_first_frame_noise
 from cogfast.extensions.conditions.given_frames import GivenFrames, place_frames
 from cogfast.extensions.conditions.inpainting import (
     SAMPLING_STRENGTH,

@@ -312,11 +312,11 @@ def test_web_addresses_are_public_ones() -> None:
 # Counts of tests/core/structure.py. A commit may lower a ceiling; none may raise one, but for the lines that a
 # fix adds.
 CEILINGS = {
-    "lines of the package": 47100,
-    "lines of the core": 25982,
+    "lines of the package": 46500,
+    "lines of the core": 25500,
     "the core's share in percent": 54,
-    "imports of extensions by the core": 97,
-    "files of the core that import extensions": 45,
+    "imports of extensions by the core": 96,
+    "files of the core that import extensions": 44,
     "rooms that import each other": 7,
     "circles of files": 0,
     "functions and fields that take a merged configuration": 42,
@@ -350,7 +350,6 @@ REMAIN = {
     "kernels/gpu/fused_ema_adam.py": "memory.moment_codes",
     "model/autoencoder.py": "formats.vae",
     "model/embeddings.py": "sparse.attention",
-    "model/transformer.py": "formats.sat_names",
     "model/weights/checkpoint_manifest.py": "stores.mirror",
     "model/weights/identify.py": "formats.adapters",
     "model/weights/load.py": "formats.adapters formats.completed",

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from cogfast.diffusion.denoiser import Conditioning
-from cogfast.extensions.formats.sat_names import sat_name
+from cogfast.model.weights.names import sat_name
 from tests.model.test_transformer_golden import CASES, load_golden
 from tests.support.runs import diffusion_of
 

@@ -1,5 +1,7 @@
 """Noise tables against upstream's and float64 arithmetic. test_sampler.py compares with diffusers' schedulers."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -64,7 +66,8 @@ def test_tables_are_float64_arithmetic_rounded_once(tables, shift, num_steps):
 
 
 def test_nearest_is_the_first_of_the_closest():
-    table = DeviceTable(torch.tensor([0.9, 0.5, 0.5, 0.0]))
+    levels = torch.tensor([0.9, 0.5, 0.5, 0.0])
+    table = DeviceTable(SimpleNamespace(num_timesteps=4, table=lambda: levels), 4, "")
     idx = table.nearest(torch.tensor([1.0, 0.52, 0.2, -3.0]))
     assert idx.tolist() == [0, 1, 3, 3]
 

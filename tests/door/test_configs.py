@@ -17,9 +17,9 @@ from cogfast.data.datasets import VideoFolder, VideoList, VideoManifest, VideoSh
 from cogfast.distributed.keys import DeepSpeedKeys
 from cogfast.extensions.conditions.check import check_conditions
 from cogfast.extensions.formats.sat import to_sat_state_dict
-from cogfast.extensions.formats.sat_names import sat_name
 from cogfast.model.config import MEMBERS, Family, TransformerConfig
 from cogfast.model.transformer import build_transformer
+from cogfast.model.weights.names import sat_name
 from cogfast.train.keys import ModelKeys, TrainKeys
 from cogfast.train.preflight.check import check_sample, check_train
 from tests.support.runs import run_of

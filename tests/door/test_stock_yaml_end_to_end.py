@@ -25,7 +25,7 @@ from cogfast.__main__ import main
 from cogfast.core.slot_random import SlotRandom
 from cogfast.diffusion.loss import VideoDiffusionLoss
 from cogfast.extensions.formats.sat import to_sat_state_dict
-from cogfast.extensions.formats.vae import to_sat
+from cogfast.extensions.formats.vae import renamed
 from cogfast.model.transformer import build_transformer
 from cogfast.model.weights.load import load_transformer
 from cogfast.train.encode import Encoder
@@ -141,7 +141,7 @@ def write_vae(path: Path) -> AutoencoderKLCogVideoX:
     torch.manual_seed(0)
     channels = (32, 64, 64, 128)  # ch=32, ch_mult [1, 2, 2, 4]
     vae = AutoencoderKLCogVideoX(block_out_channels=channels, layers_per_block=3).eval()
-    state = to_sat(vae.state_dict(), num_levels=4, num_res_blocks=3)
+    state = renamed(vae.state_dict(), 4, 3, "sat")
     torch.save({"state_dict": {**state, "loss.logvar": torch.zeros(())}}, path)
     return vae
 

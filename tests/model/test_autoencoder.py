@@ -15,7 +15,7 @@ from diffusers import AutoencoderKLCogVideoX
 from safetensors.torch import load_file
 from torch import Tensor
 
-from cogfast.extensions.formats.vae import to_sat
+from cogfast.extensions.formats.vae import renamed
 from cogfast.model import autoencoder as decode_memory
 from cogfast.model.autoencoder import (
     ENCODE_MODES,
@@ -205,7 +205,7 @@ def test_full_size_of_sats_configs(name: str, sat_configs: Path, names: dict) ->
     params = section["params"]
     with torch.device("meta"):
         vae = video_autoencoder_from_sat(params["encoder_config"], params["decoder_config"])
-    state = to_sat(vae.inner.state_dict(), LEVELS, RES_BLOCKS)
+    state = renamed(vae.inner.state_dict(), LEVELS, RES_BLOCKS, "sat")
     assert {k: list(v.shape) for k, v in state.items()} == {k: v["full"] for k, v in names.items()}
     assert sum(p.numel() for p in vae.parameters()) == 215_583_907
     assert not any(p.requires_grad for p in vae.parameters())

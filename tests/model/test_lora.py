@@ -26,7 +26,7 @@ def save_as_sat(transformer: torch.nn.Module, folder) -> None:
 def test_each_part_of_qkv_has_its_own_pair() -> None:
     """y = W x + b + (alpha / r) B A x, each third of the output with its own A and B, in float64."""
     torch.manual_seed(0)
-    lora = LoraLinear(torch.nn.Linear(8, 12), 3, 2, 3.0, 0.0, kernels=choose_kernels())
+    lora = LoraLinear(torch.nn.Linear(8, 12), 3, 2, 3.0, 0.0, range(3), kernels=choose_kernels())
     for parameter in lora.parameters():
         torch.nn.init.normal_(parameter)
     x = torch.randn(2, 5, 8)

@@ -12,10 +12,10 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from cogfast.config import Config
-from cogfast.extensions.formats.sat_names import sat_name
 from cogfast.model.embeddings import sinusoid
 from cogfast.model.transformer import DiffusionTransformer, build_transformer
 from cogfast.model.weights.load import load_transformer
+from cogfast.model.weights.names import sat_name
 from tests.support.runs import run_of
 
 CASES = {"t2v_2b": "t2v_2b", "t2v_5b": "t2v_5b_mp2", "i2v_1.5_5b": "i2v_1.5_5b"}

@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from cogfast.extensions.formats.sat import to_sat_state_dict
-from cogfast.extensions.formats.sat_names import from_sat_name, merge_model_parallel, sat_name
+from cogfast.extensions.formats.sat import merge_model_parallel, to_sat_state_dict
 from cogfast.model.transformer import build_transformer
+from cogfast.model.weights.names import from_sat_name, sat_name
 from tests.support.runs import run_of
 
 NAMES = "_2b _2b_lora _5b _5b_lora _5b_i2v _5b_i2v_lora 1.5_5b 1.5_5b_i2v"

@@ -30,8 +30,8 @@ SFT = {  # sft.yaml's section
     + [("t2v_2b_lora", "2b", 4)],
 )
 def test_groups_equal_upstream(golden, case, family, lora_rank):
-    from cogfast.extensions.formats.sat_names import sat_name
     from cogfast.model.transformer import assemble_transformer, freeze
+    from cogfast.model.weights.names import sat_name
     from tests.support.tiny_transformers import FAMILY
 
     config = replace(FAMILY[family], num_layers=3, lora_rank=lora_rank)

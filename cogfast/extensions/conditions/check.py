@@ -12,10 +12,10 @@ from cogfast.core.values import KeyProblem, show
 from cogfast.data.keys import data_param
 from cogfast.data.video.clip import Bucket
 from cogfast.extensions.conditions.given_frames import KINDS, GivenFrames
-from cogfast.extensions.formats.sat_names import sat_name
 from cogfast.model.config import Family, derived_models, inpainting_channels, num_condition_channels
 from cogfast.model.keys import ModelKeys
 from cogfast.model.weights.diffusers import NOISE_KEY
+from cogfast.model.weights.names import sat_name
 
 _KEYS = ("conditions", "noised_image_input", "given_frames", "masked_video_noise")
 _CONDITIONS, _IMAGE, _GIVEN, _NOISE = map(ModelKeys.key, _KEYS)

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from cogfast.core.slot_random import SlotRandom, random_bits
-from cogfast.diffusion.first_frame_noise import LOG_STRENGTH_MEAN, LOG_STRENGTH_STD
+from cogfast.diffusion.noise_schedule import LOG_STRENGTH_MEAN, LOG_STRENGTH_STD
 
 MASKED = -1.0  # value of masked pixels
 SAMPLING_STRENGTH = 0.0563  # of the noise on the masked video in VideoX-Fun's pipeline

@@ -116,7 +116,6 @@ def _with_rotation(
 
 @functools.cache
 def _subclasses() -> dict[type[nn.Module], type[nn.Module]]:
-    """Return the subclasses of diffusers' classes by these."""
     from diffusers.models.activations import GELU
     from diffusers.models.attention import Attention, FeedForward
     from diffusers.models.attention_processor import CogVideoXAttnProcessor2_0

@@ -17,12 +17,14 @@ from torch import Tensor
 from cogfast.config.sat_network import LORA_KEY, LORA_SHORT
 from cogfast.core.json_files import brief
 from cogfast.core.values import counted
-from cogfast.extensions.formats.peft import PAIR, check_pairs, linear_parts
+from cogfast.extensions.formats.peft import PAIR, check_pairs
 from cogfast.extensions.stores.mirror import copy_of
 from cogfast.model.block import MLP_RATIO
 from cogfast.model.config import MEMBERS, Family, TransformerConfig
 from cogfast.model.lora import SAT_ALPHA, TARGETS, is_lora_parameter
+from cogfast.model.weights.checkpoint_manifest import find_run_checkpoint
 from cogfast.model.weights.diffusers import from_diffusers
+from cogfast.model.weights.names import diffusers_names
 from cogfast.model.weights.open import open_source
 from cogfast.model.weights.shard import Shard
 from cogfast.model.weights.source import WeightSource, check_finite, first_of, num_blocks
@@ -76,14 +78,13 @@ def open_adapter(
 ) -> WeightSource:
     """Open the adapters of a LoRA file, or of a SAT folder or run that was trained with LoRA.
 
-    with_others: and the other weights that the run trained, for a base that has them.
-
-    Raises:
-        ValueError: there are none, tensors have unknown names, or the run trained other weights, too.
+    ema: of a run, see open_source. with_others: and the other weights that the run trained, for a base that
+    has them. ValueError if there are none, or tensors have unknown names; see only_adapters.
     """
     if not Path(path).exists():
         raise ValueError(f"{path}: no such file or folder; give the path of LoRA adapters")
-    source = open_source(Path(path), ema)
+    # Only runs have averaged adapters.
+    source = open_source(Path(path), ema if find_run_checkpoint(Path(path)) else False)
     if source.unexpected:
         raise ValueError(
             f"{source.description}: {counted(len(source.unexpected), 'tensor')} with unknown names, first "
@@ -95,15 +96,12 @@ def open_adapter(
 
 def only_adapters(source: WeightSource, with_others: bool = False) -> WeightSource:
     """Return the adapters of a source without the rest. with_others: also the other weights that a run trained,
-    under the names of a model without LoRA.
-
-    Raises:
-        ValueError: there are none, a matrix has no partner, or a run trained other weights, too.
-    """
-    shapes = {name: shape for name, shape in source.shapes.items() if is_lora_parameter(name)}
-    if not shapes and not (with_others and source.trained):
+    under the names of a model without LoRA. ValueError if there are no adapters, a matrix has no partner, or a
+    run trained other weights, too."""
+    names = {name: name for name in filter(is_lora_parameter, source.shapes)}
+    if not names and not (with_others and source.trained):
         raise ValueError(f"{source.description}: has no LoRA tensors; use a source with adapters")
-    check_pairs(source.description, shapes)
+    check_pairs(source.description, {name: source.shapes[name] for name in names})
     others = sorted(n for n in source.trained & source.shapes.keys() if not is_lora_parameter(n))
     if others and not with_others:
         raise ValueError(
@@ -111,11 +109,8 @@ def only_adapters(source: WeightSource, with_others: bool = False) -> WeightSour
             f"adapters alone lack: {first_of(others)}; write the whole model with cogfast convert BASE DST --to "
             "diffusers --merge-lora RUN"
         )
-    plain = without_adapters(source)
-    shapes |= {name: plain.shapes[name] for name in (n.replace(".original.", ".") for n in others)}
-    read = lambda name, shard: (source if is_lora_parameter(name) else plain).read(name, shard)
-    kinds = source.dtypes | plain.dtypes
-    return replace(source, shapes=shapes, dtypes=kinds, read=read, is_partial=True)
+    names |= {name.replace(".original.", "."): name for name in others}
+    return replace(selected(source, names), is_partial=True)
 
 
 def without_adapters(source: WeightSource) -> WeightSource:
@@ -161,7 +156,7 @@ def adapters_of(source: WeightSource) -> Adapters | None:
             layers.add(int(block))
             target = _TARGET_OF.get((linear, int(pair["part"])))
         if target is None:
-            others.add(linear_parts(pair["module"])[int(pair["part"])].split(".", 2)[-1])
+            others.add(diffusers_names(pair["module"])[int(pair["part"])].split(".", 2)[-1])
         else:
             targets.add(target)
     if not pairs:
@@ -228,7 +223,7 @@ def check_fits(adapter: WeightSource, shapes: Mapping[str, tuple[int, ...]]) -> 
             continue
         rows, columns = shape
         weight = shapes.get(f"{pair['module']}.weight", (0, 0))
-        size = columns if pair["side"] == "A" else rows * len(linear_parts(pair["module"]))
+        size = columns if pair["side"] == "A" else rows * len(diffusers_names(pair["module"]))
         if size == weight[1 if pair["side"] == "A" else 0]:
             continue
         found = adapters_of(adapter)
@@ -245,7 +240,6 @@ def check_fits(adapter: WeightSource, shapes: Mapping[str, tuple[int, ...]]) -> 
 
 
 def _adapted(adapter: WeightSource) -> set[str]:
-    """Return the names of the linears that adapters belong to."""
     return {pair["module"] for pair in map(PAIR.fullmatch, adapter.shapes) if pair}
 
 
@@ -292,14 +286,12 @@ def check_config(adapter: WeightSource, config: TransformerConfig) -> None:
 def _adaptable(config: TransformerConfig) -> dict[str, tuple[int, ...]]:
     """Return the shapes of the weights that TARGETS belong to, and of patch_embedding, which shows the
     model width."""
-    width = config.hidden_size
-    shapes = {"patch_embedding.weight": (width, config.in_channels)}
-    for i in range(config.num_layers):
-        shapes[f"blocks.{i}.attention.qkv.weight"] = (3 * width, width)
-        shapes[f"blocks.{i}.attention.out.weight"] = (width, width)
-        shapes[f"blocks.{i}.fc1.weight"] = (MLP_RATIO * width, width)
-        shapes[f"blocks.{i}.fc2.weight"] = (width, MLP_RATIO * width)
-    return shapes
+    width, inner = config.hidden_size, MLP_RATIO * config.hidden_size
+    linears = {"attention.qkv": (3 * width, width), "attention.out": (width, width)}
+    linears |= {"fc1": (inner, width), "fc2": (width, inner)}
+    blocks = range(config.num_layers)
+    shapes = {f"blocks.{i}.{name}.weight": size for i in blocks for name, size in linears.items()}
+    return shapes | {"patch_embedding.weight": (width, config.in_channels)}
 
 
 def with_adapters(base: WeightSource, adapter: WeightSource) -> WeightSource:
@@ -363,7 +355,7 @@ def merge_lora(base: WeightSource, adapter: WeightSource, scale: float = 1.0) ->
 
 def _deltas(adapter: WeightSource, module: str, shape: tuple[int, ...]) -> list[Tensor]:
     """Return B A / r of each part of a linear [out, in], float32; zero for parts without a pair."""
-    num_parts = len(linear_parts(module))
+    num_parts = len(diffusers_names(module))
     deltas = []
     for part in range(num_parts):
         name = f"{module}.matrix_A.{part}"

@@ -15,7 +15,12 @@ import torch
 from torch import Tensor
 
 from cogfast.core.json_files import read_json
-from cogfast.extensions.formats.adapters import merge_lora, only_adapters, without_adapters
+from cogfast.extensions.formats.adapters import (
+    merge_lora,
+    only_adapters,
+    selected,
+    without_adapters,
+)
 from cogfast.model.config import TransformerConfig
 from cogfast.model.lora import is_lora_parameter
 from cogfast.model.transformer import assemble_transformer
@@ -120,18 +125,12 @@ def _run(source: WeightSource, config: TransformerConfig, i: int, inputs: _Input
         for name in source.shapes
         if not name.startswith("blocks.") or name.startswith(f"blocks.{i}.")
     }
-    shapes = {name: source.shapes[old] for name, old in names.items()}
     if config.position == "sincos":
-        shapes.pop(_TABLE, None)  # computed
-    elif _TABLE in shapes:
-        shapes[_TABLE] = (1, config.text_length + config.grid.num_tokens, config.hidden_size)
-
-    def read(name: str, _: object) -> Tensor:
-        values = source.read(names[name], None)
-        return _rows(values, config) if name == _TABLE else values
-
-    dtypes = {name: source.dtypes[names[name]] for name in shapes}
-    part = replace(source, shapes=shapes, dtypes=dtypes, read=read, is_partial=True)
+        names.pop(_TABLE, None)  # computed
+    part = replace(selected(source, names), is_partial=True)
+    if _TABLE in names:
+        shape = (1, config.text_length + config.grid.num_tokens, config.hidden_size)
+        part = part.changed(_TABLE, shape, lambda values: _rows(values, config))
     transformer = assemble_transformer(config)
     load_source(transformer, part, source.description)
     latents, timesteps, text, ofs = inputs

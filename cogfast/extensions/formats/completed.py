@@ -6,16 +6,18 @@ import logging
 from dataclasses import replace
 from pathlib import Path
 
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
 from cogfast.core.values import counted
 from cogfast.extensions.formats.adapters import (
-    check_member,
     joined,
     merge_lora,
-    open_adapter,
     selected,
     without_adapters,
 )
-from cogfast.model.config import Family, TransformerConfig
+from cogfast.model.config import TransformerConfig
 from cogfast.model.keys import LearnedPositions
 from cogfast.model.lora import is_lora_parameter
 from cogfast.model.weights.identify import identify, lacking_of
@@ -28,11 +30,7 @@ _SIZES = ("num_frames", "latent_height", "latent_width")  # of a position table
 
 def completed(source: WeightSource) -> WeightSource:
     """Return the weights of a run that trained and saved a part of a model, without adapters, with the rest
-    from the model that it started from; other weights as they are.
-
-    Raises:
-        ValueError: that model is not there.
-    """
+    from the model that it started from; other weights as they are. ValueError if that model is not there."""
     if source.base is None or any(map(is_lora_parameter, source.shapes)):
         return source
     lacking, _ = lacking_of(source, identify(source))
@@ -62,17 +60,39 @@ def fitted(
     """Return weights with what model.new_channels and model.learned_positions make of them for `config`:
     zeros for input channels that they lack, and another position table."""
     name, patch = "patch_embedding.weight", config.patch_size
-    if new_channels and name in source.shapes:
-        source = source.with_channels(name, config.in_channels * patch.t * patch.h * patch.w)
+    num_inputs = config.in_channels * patch.t * patch.h * patch.w
+    if new_channels and name in source.shapes and source.shapes[name][1] < num_inputs:
+        rows, inputs = source.shapes[name]
+        pad = lambda values: F.pad(values, (0, num_inputs - inputs))
+        facts = {key: value for key, value in source.facts.items() if key != "in_channels"}
+        source = replace(source.changed(name, (rows, num_inputs), pad), facts=facts)
     name = "position_table.weight"
     if positions is None or config.position == "sincos" or name not in source.shapes:
         return source
     if positions == "drop":
-        return source.without(name)
-    old = identify(source, config.out_channels)
-    sizes = {key: getattr(config, key) for key in _SIZES}
-    source = source.with_table(name, old.text_length, old.grid, config.grid)
-    return replace(source, facts=source.facts | sizes)
+        shapes = {other: shape for other, shape in source.shapes.items() if other != name}
+        facts = {key: value for key, value in source.facts.items() if key != "learnable_position"}
+        return replace(source, shapes=shapes, facts=facts)
+    found = identify(source, config.out_channels)
+    num_text, old, new = found.text_length, found.grid, config.grid
+    _, rows, width = source.shapes[name]
+    if rows != num_text + old.num_tokens:
+        raise ValueError(
+            f"{source.description}: {name} has {rows} rows, but {num_text} of text and {old.t}x{old.h}x"
+            f"{old.w} of video (frames x rows x columns) were expected; model.learned_positions=resize "
+            "needs the config.json that belongs to these tensors"
+        )
+
+    def interpolated(values: Tensor) -> Tensor:
+        # In float32, trilinear, by the tokens' centres
+        text, video = values.float().split([num_text, old.num_tokens], dim=1)
+        video = video.transpose(1, 2).unflatten(2, (old.t, old.h, old.w))  # [1, M, t, h, w]
+        video = F.interpolate(video, size=(new.t, new.h, new.w), mode="trilinear")
+        return torch.cat([text, video.flatten(2).transpose(1, 2)], dim=1)
+
+    if old != new:
+        source = source.changed(name, (1, num_text + new.num_tokens, width), interpolated)
+    return replace(source, facts=source.facts | {key: getattr(config, key) for key in _SIZES})
 
 
 def as_in_run(base: WeightSource, run: WeightSource) -> WeightSource:
@@ -82,14 +102,3 @@ def as_in_run(base: WeightSource, run: WeightSource) -> WeightSource:
         return base
     is_wider = "patch_embedding.weight" in run.shapes  # trained, as new channels are
     return fitted(base, TransformerConfig(**run.facts), is_wider, run.positions)
-
-
-def adapters_for(config: TransformerConfig, path: str) -> WeightSource:
-    """Open the adapters that a model of this config starts from (args.load_lora).
-
-    Raises:
-        ValueError: there are none, or they were trained on another model.
-    """
-    adapter = open_adapter(path)
-    check_member(adapter, Family.of_config(config), "the model")
-    return adapter

@@ -26,13 +26,13 @@ from cogfast.extensions.formats.completed import as_in_run, completed
 from cogfast.extensions.formats.image_scale import difference_of_run
 from cogfast.extensions.formats.peft import with_strength_in_b, write_peft
 from cogfast.extensions.formats.sat import write_sat
-from cogfast.extensions.formats.sat_names import has_sat_name
 from cogfast.extensions.formats.vae import convert_vae, open_vae, verify_vae
 from cogfast.model.config import Family, inpainting_channels
 from cogfast.model.lora import DEFAULT_TARGETS, SAT_ALPHA, is_lora_parameter
 from cogfast.model.weights.checkpoint_manifest import find_run_checkpoint, read_manifest
 from cogfast.model.weights.diffusers import NOISE_KEY, log_positions, write_diffusers
 from cogfast.model.weights.identify import check_complete, identify
+from cogfast.model.weights.names import has_sat_name
 from cogfast.model.weights.open import open_source
 from cogfast.model.weights.source import WeightSource, first_of
 from cogfast.model.weights.source import verify as verify_target
@@ -75,8 +75,7 @@ def convert(
         )
     kind = None if dtype is None else getattr(torch, dtype)
     # A VAE has formats and options of its own, and nothing in common with adapters.
-    vae = open_vae(source_path)
-    if vae is not None:
+    if (vae := open_vae(source_path)) is not None:
         options = {"--ema": ema, "--merge-lora": merge_lora is not None, "--add-lora": add_lora}
         options |= {"--lora-alpha": lora_alpha is not None, "--allow-unexpected": allow_unexpected}
         if given := ", ".join(name for name, is_given in options.items() if is_given):
@@ -146,8 +145,7 @@ def _warn_of_training(path: Path) -> None:
 
 def _has_noise(path: Path) -> bool:
     """Whether an inpainting model of a run, a transformer folder or a pipeline has noise in its masked video."""
-    run = find_run_checkpoint(path)
-    if run is not None:
+    if (run := find_run_checkpoint(path)) is not None:
         model = (read_manifest(run).get("config") or {}).get("model") or {}
         return bool(model.get("masked_video_noise"))
     files = (path / "config.json", path / "transformer" / "config.json")
@@ -206,8 +204,7 @@ def with_lora_options(
     if lora is None:
         return source
     path, scale = (lora, 1.0) if merge is None else split_scale(lora, "--merge-lora")
-    has_averages = ema and find_run_checkpoint(Path(path)) is not None
-    adapter = _without_own(open_adapter(path, has_averages, with_others=True))
+    adapter = _without_own(open_adapter(path, ema, with_others=True))
     if alpha is not None:
         adapter = replace(adapter, lora_alpha=alpha)
     source = as_in_run(source, adapter)

@@ -25,7 +25,8 @@ from cogfast.core.json_files import Range, brief, check, parse_json, read_json
 from cogfast.core.values import counted, show
 from cogfast.extensions.formats.foreign import refuse_foreign
 from cogfast.model.lora import is_lora_parameter
-from cogfast.model.weights.diffusers import LINEARS, diffusers_names, plain_name
+from cogfast.model.weights.diffusers import plain_name
+from cogfast.model.weights.names import LINEARS, diffusers_names
 from cogfast.model.weights.shard import Shard
 from cogfast.model.weights.source import WeightSource
 from cogfast.model.weights.tensor_files import Outgoing, new_folder, open_tensors, write_safetensors
@@ -53,15 +54,10 @@ _SIDES = {"A": "A", "B": "B", "down": "A", "up": "B"}
 PAIR = re.compile(r"(?P<module>.+)\.matrix_(?P<side>[AB])\.(?P<part>\d+)")
 
 
-def linear_parts(our_module: str) -> list[str]:
-    """Return diffusers' linears that form one of cogfast's: three for qkv, two for modulation."""
-    return [name.removesuffix(".weight") for name in diffusers_names(f"{our_module}.weight")]
-
-
 def peft_name(our_name: str) -> str:
     """Return the key in a pipeline's LoRA file of `<linear>.matrix_A.<part>`, or matrix_B."""
     module, matrix, part = our_name.rsplit(".", 2)
-    return f"{_COMPONENT}{linear_parts(module)[int(part)]}.lora_{matrix[-1]}.weight"
+    return f"{_COMPONENT}{diffusers_names(module)[int(part)]}.lora_{matrix[-1]}.weight"
 
 
 def open_peft(path: str | Path) -> WeightSource:
@@ -84,8 +80,7 @@ def open_peft(path: str | Path) -> WeightSource:
             "of CogVideoX"
         )
     # DoRA's pairs give wrong weights without its magnitudes.
-    dora = [key for key in found.unexpected if "magnitude" in key or "dora_scale" in key]
-    if dora:
+    if dora := [key for key in found.unexpected if "magnitude" in key or "dora_scale" in key]:
         raise ValueError(
             f"{file}: {brief(dora[0])} is DoRA's, but cogfast reads only LoRA; merge it into its base "
             "with the tool that made it"
@@ -127,7 +122,6 @@ def open_peft(path: str | Path) -> WeightSource:
 
 
 def _read_alpha(file: Path, key: str, values: Tensor) -> float:
-    """Return the number in the tensor of an alpha."""
     alpha = float(values) if values.numel() == 1 else math.nan  # sync: none, on the CPU
     if not _ALPHA.low <= alpha <= _ALPHA.high:
         raise ValueError(
@@ -190,7 +184,7 @@ def kohya_tensors(
     tensors = []
     for name in filter(is_lora_parameter, source.shapes):
         module, matrix, part = name.rsplit(".", 2)
-        theirs = _KOHYA + _kohya(linear_parts(module)[int(part)])
+        theirs = _KOHYA + _kohya(diffusers_names(module)[int(part)])
         side = "down" if matrix == "matrix_A" else "up"
         kind = dtype or source.dtypes[name]
         read = partial(source.read, name, None)
@@ -241,24 +235,21 @@ class _Keys:
             module = modules.get(_plain_module(named)) if named else None
             if match is None or module is None:
                 found.unexpected.append(key)
-                continue
-            if match["scaled"]:
+            elif match["scaled"]:
                 found.alphas[module] = key
-                continue
-            ours, part = parts[module]
-            name = f"{ours}.matrix_{_SIDES[match['side']]}.{part}"
-            if name in found.ours:
-                raise ValueError(
-                    f"{file}: {brief(found.ours[name])} and {brief(key)} belong to the same linear, so the "
-                    "file has several adapters; give a file with one"
-                )
-            found.ours[name] = key
-            found.modules[name] = module
+            else:
+                ours, part = parts[module]
+                name = f"{ours}.matrix_{_SIDES[match['side']]}.{part}"
+                if name in found.ours:
+                    raise ValueError(
+                        f"{file}: {brief(found.ours[name])} and {brief(key)} belong to the same linear, so the "
+                        "file has several adapters; give a file with one"
+                    )
+                found.ours[name], found.modules[name] = key, module
         return found
 
 
 def _block_of(name: str) -> str | None:
-    """Return the number of the block in a key or a linear's name."""
     match = re.search(r"transformer_blocks[._](\d+)[._]", name)
     return None if match is None else match[1]
 
@@ -267,7 +258,7 @@ def _parts(blocks: Iterable[str]) -> dict[str, tuple[str, int]]:
     """Return {diffusers' linear: (cogfast's linear, index of the part)} of these blocks and of the
     linears outside of blocks."""
     ours = [name.replace("{i}", i) for name in LINEARS for i in {*blocks, "0"}]
-    return {theirs: (name, i) for name in ours for i, theirs in enumerate(linear_parts(name))}
+    return {theirs: (name, i) for name in ours for i, theirs in enumerate(diffusers_names(name))}
 
 
 def _plain_module(name: str) -> str:
@@ -332,8 +323,7 @@ class _Settings:
 def _settings(file: Path, header: Mapping[str, str]) -> tuple[str, _Settings | None]:
     """Return the name and content of PEFT's settings in the header, else in adapter_config.json; None
     if there are none."""
-    key = next((key for key in _HEADER_KEYS if key in header), None)
-    if key is not None:
+    if (key := next((key for key in _HEADER_KEYS if key in header), None)) is not None:
         where = f"{file}: {key}"
         found = parse_json(header[key], dict[str, Any], where)
         # diffusers prefixes its keys by the pipeline's component; other tools may not.

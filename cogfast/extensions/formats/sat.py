@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import re
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -16,18 +17,12 @@ from cogfast.core.json_files import brief, read_name
 from cogfast.core.shapes import TokenGrid
 from cogfast.core.values import counted
 from cogfast.extensions.formats.foreign import refuse_foreign
-from cogfast.extensions.formats.sat_names import (
-    PREFIX,
-    ROTARY_BUFFERS,
-    from_sat_name,
-    merge_model_parallel,
-    model_parallel_cut,
-    sat_name,
-)
 from cogfast.model.config import TransformerConfig
 from cogfast.model.embeddings import PositionTable, RotaryPositions
 from cogfast.model.transformer import DiffusionTransformer
-from cogfast.model.weights.shard import Shard
+from cogfast.model.weights.diffusers import outgoing
+from cogfast.model.weights.names import PREFIX, from_sat_name, sat_name
+from cogfast.model.weights.shard import Shard, join
 from cogfast.model.weights.source import (
     WeightSource,
     check_finite,
@@ -48,6 +43,16 @@ logger = logging.getLogger(__name__)
 _UNUSED_TABLE = "unused_position_embeddings"
 _TABLE = "position_table.weight"
 ITERATION = "1"  # the iteration that is written, as in upstream's downloads
+_ROTARY_BUFFERS = ("mixins.pos_embed.freqs_sin", "mixins.pos_embed.freqs_cos")  # 1.0 only
+# How the mp_rank files of a checkpoint split a tensor: (dim, number of consecutive parts).
+_SPLITS = {
+    r"blocks\.\d+\.attention\.qkv(\.original)?\.(weight|bias)": (0, 3),  # q, k and v are split each
+    r"blocks\.\d+\.fc1(\.original)?\.(weight|bias)": (0, 1),
+    r"blocks\.\d+\.(attention\.qkv\.matrix_B\.\d|fc1\.matrix_B\.0)": (0, 1),
+    r"blocks\.\d+\.(attention\.out|fc2)(\.original)?\.weight": (1, 1),
+    # Row-parallel, as their linears: A is cut along its input, and B is whole in every file.
+    r"blocks\.\d+\.(attention\.out\.matrix_A\.\d|fc2\.matrix_A\.0)": (1, 1),
+}
 _LEAST_WIDTH = 16  # of a position table: in a narrower one an axis has no column
 
 
@@ -133,6 +138,17 @@ def _simplest_near(number: float, error: float) -> float:
     return number
 
 
+def model_parallel_cut(our_name: str) -> tuple[int, int] | None:
+    """Return (dim, num_parts) of Shard; None for a tensor that every file has whole."""
+    return next((cut for pattern, cut in _SPLITS.items() if re.fullmatch(pattern, our_name)), None)
+
+
+def merge_model_parallel(our_name: str, shards: list[Tensor]) -> Tensor:
+    """Join a tensor from its shards in mp_rank_00, mp_rank_01, ...; a replicated one is the first's."""
+    cut = model_parallel_cut(our_name)
+    return shards[0] if cut is None else join(shards, *cut)
+
+
 def find_sat_files(path: Path, ema: bool = False) -> list[Path]:
     """Return the mp_rank files of a SAT folder, of one iteration's folder, or the file itself."""
     refuse_foreign(path)
@@ -151,22 +167,22 @@ def find_sat_files(path: Path, ema: bool = False) -> list[Path]:
             f"checkpoint of cogfast; check its name{hint}"
         )
     expected = [f"mp_rank_{i:02d}_model_states.pt" for i in range(len(files))]
-    absent = [name for name in expected if not (folder / name).is_file()]
-    if absent:
+    if absent := [name for name in expected if not (folder / name).is_file()]:
         raise ValueError(f"{folder}: has {files[-1].name} but no {absent[0]}; copy it again")
     return [folder / name for name in expected]
 
 
 def open_sat(files: list[Path]) -> WeightSource:
     """Open the transformer's weights in the mp_rank files of one iteration and merge their shards."""
-    shards = [_read_module(file) for file in files]
+    contents = ((file, read_torch_file(file)) for file in files)
+    shards = [only_tensors(file, content.get("module", content)) for file, content in contents]
     ours, unexpected = {}, []
     for key in shards[0]:
         name = from_sat_name(key)
         if name is not None:
             ours[name] = key
         # Not the tables that cogfast computes, the VAE and the text encoder.
-        elif key.startswith(PREFIX) and key.removeprefix(PREFIX) not in ROTARY_BUFFERS:
+        elif key.startswith(PREFIX) and key.removeprefix(PREFIX) not in _ROTARY_BUFFERS:
             unexpected.append(key)
     if not ours:
         raise ValueError(
@@ -196,7 +212,7 @@ def open_sat(files: list[Path]) -> WeightSource:
     dtypes = {name: shards[0][key].dtype for name, key in ours.items()}
     shapes = {name: shape(name) for name in ours}
     check_tensors(files[0], shapes, dtypes)
-    tables = [shards[0].get(PREFIX + name) for name in ROTARY_BUFFERS]
+    tables = [shards[0].get(PREFIX + name) for name in _ROTARY_BUFFERS]
     fixed = shards[0].get(ours.get(_TABLE, ""))
     is_rotary = _UNUSED_TABLE in ours  # SAT deletes this table in 2B, which is not rotary
     merged = f", {len(files)} model-parallel files merged" if len(files) > 1 else ""
@@ -209,11 +225,6 @@ def open_sat(files: list[Path]) -> WeightSource:
         facts=grid_facts(*tables, table=fixed, is_rotary=is_rotary, where=str(files[0])),
     )
     return with_flat_patches(source)
-
-
-def _read_module(path: Path) -> dict[str, Tensor]:
-    content = read_torch_file(path)
-    return only_tensors(path, content.get("module", content))
 
 
 def _check_shards(files: list[Path], shards: list[dict[str, Tensor]]) -> None:
@@ -276,15 +287,9 @@ def sat_tensors(
     """Yield the tensors of file `index` of `count`, under SAT's names."""
     yield from _tables(source, config)
     for name, shape in source.shapes.items():
-        if name == "patch_embedding.weight" and not config.patch_size.joins_frames:
-            # A convolution in SAT.
-            shape = (shape[0], config.in_channels, config.patch_size.h, config.patch_size.w)
-        cut, shard = model_parallel_cut(name), None
-        if cut is not None and count > 1:
-            shard = Shard(shape, *cut, index, count)
-            shape = shard.share_shape
-        read = partial(source.read, name, shard)
-        yield Outgoing(sat_name(name), shape, source.dtype_in_target(name, dtype), read)
+        cut = model_parallel_cut(name)
+        shard = None if cut is None or count == 1 else Shard(shape, *cut, index, count)
+        yield outgoing(source, config, name, sat_name(name), shard, dtype)
 
 
 def _tables(source: WeightSource, config: TransformerConfig) -> Iterator[Outgoing]:
@@ -311,8 +316,8 @@ def _tables(source: WeightSource, config: TransformerConfig) -> Iterator[Outgoin
 def _rotary_tables(rotary: RotaryPositions, grid: TokenGrid) -> Iterator[tuple[str, Tensor]]:
     """Yield (SAT's name, values [V, D]) of the two rotary tables of CogVideoX 1.0."""
     turns = rotary(grid).per_row(num_text=0)  # [V, D/2] complex
-    # Sine before cosine, as in ROTARY_BUFFERS, each for both entries that it rotates.
-    for name, part in zip(ROTARY_BUFFERS, (turns.imag, turns.real), strict=True):
+    # Sine before cosine, as in _ROTARY_BUFFERS, each for both entries that it rotates.
+    for name, part in zip(_ROTARY_BUFFERS, (turns.imag, turns.real), strict=True):
         yield PREFIX + name, part.repeat_interleave(2, dim=-1)
 
 

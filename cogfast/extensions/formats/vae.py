@@ -41,7 +41,6 @@ SAT_FILE_NAME = "3d-vae.pt"
 SCALING_FACTOR = COGVIDEOX_5B.scale_factor  # of all members except 2B; the tensors do not show it
 SAT_PREFIX = "first_stage_model."  # in checkpoints of SAT's whole engine
 CLASS_NAME = "AutoencoderKLCogVideoX"
-_SAT_SHORTCUT, _DIFFUSERS_SHORTCUT = ".nin_shortcut.", ".conv_shortcut."
 
 
 def module_names(num_levels: int, num_res_blocks: int) -> dict[str, str]:
@@ -66,28 +65,26 @@ def module_names(num_levels: int, num_res_blocks: int) -> dict[str, str]:
     return names
 
 
-def _rename(name: str, modules: Mapping[str, str], shortcut: tuple[str, str]) -> str:
-    """Rename one tensor; names that are not in the table are returned unchanged."""
-    parts = name.split(".")
-    for length in (5, 4, 3):  # module names have 3 to 5 parts; none is a prefix of another
-        module = modules.get(".".join(parts[:length]))
-        if module is not None:
-            return ".".join([module, *parts[length:]]).replace(*shortcut)
-    return name
-
-
-def to_diffusers(state: Mapping[str, _T], num_levels: int, num_res_blocks: int) -> dict[str, _T]:
-    """Return SAT's tensors, or whatever values have their names, under diffusers' names."""
-    modules = module_names(num_levels, num_res_blocks)
-    shortcut = (_SAT_SHORTCUT, _DIFFUSERS_SHORTCUT)
-    return {_rename(name, modules, shortcut): tensor for name, tensor in state.items()}
-
-
-def to_sat(state: Mapping[str, _T], num_levels: int, num_res_blocks: int) -> dict[str, _T]:
-    """Return diffusers' tensors, or whatever values have their names, under SAT's names."""
-    modules = {theirs: sat for sat, theirs in module_names(num_levels, num_res_blocks).items()}
-    shortcut = (_DIFFUSERS_SHORTCUT, _SAT_SHORTCUT)
-    return {_rename(name, modules, shortcut): tensor for name, tensor in state.items()}
+def renamed(
+    state: Mapping[str, _T], num_levels: int, num_res_blocks: int, to: Literal["diffusers", "sat"]
+) -> dict[str, _T]:
+    """Return SAT's tensors, or whatever values have their names, under diffusers' names, or the other way
+    round; names that are alike in both, and unknown ones, stay."""
+    modules, shortcuts = (
+        module_names(num_levels, num_res_blocks),
+        (".nin_shortcut.", ".conv_shortcut."),
+    )
+    if to == "sat":
+        modules, shortcuts = {theirs: sat for sat, theirs in modules.items()}, shortcuts[::-1]
+    found = {}
+    for name, value in state.items():
+        parts = name.split(".")
+        for length in (5, 4, 3):  # module names have 3 to 5 parts; none is a prefix of another
+            if module := modules.get(".".join(parts[:length])):
+                name = ".".join([module, *parts[length:]]).replace(*shortcuts)
+                break
+        found[name] = value
+    return found
 
 
 _Channels = Annotated[int, Range(1, 2**13)]
@@ -120,7 +117,6 @@ class VaeConfig:
     use_post_quant_conv: bool = False
 
     def arguments(self) -> dict[str, Any]:
-        """Return the arguments of diffusers' class."""
         given = asdict(self)
         del given["_class_name"]
         # diffusers' pipelines divide numbers of frames by it, which must stay whole.
@@ -196,7 +192,7 @@ def open_vae(path: Path) -> Vae | None:
         # Leave out what only the VAE's own training needs, such as the discriminator.
         state = {k: v for k, v in state.items() if k.startswith(("encoder.", "decoder."))}
         sizes = _count(state, r"encoder\.down\.(\d+)\.block\.(\d+)\.", path)
-        tensors = to_diffusers(state, *sizes)
+        tensors = renamed(state, *sizes, to="diffusers")
         weights = WeightSource(
             description=f"SAT VAE {path}",
             shapes={name: tuple(tensor.shape) for name, tensor in tensors.items()},
@@ -256,7 +252,7 @@ def convert_vae(
         )
     weights, names = vae.weights, {name: name for name in vae.weights.shapes}
     if to == "sat":
-        names = to_sat(names, vae.num_levels, vae.num_res_blocks)
+        names = renamed(names, vae.num_levels, vae.num_res_blocks, to)
     tensors = [
         Outgoing(
             name, weights.shapes[k], dtype or weights.dtypes[k], partial(weights.read, k, None)
@@ -268,7 +264,7 @@ def convert_vae(
             write_torch_file(folder / SAT_FILE_NAME, "state_dict", tensors)
         else:
             write_json(folder / "config.json", {**config, "scaling_factor": scaling_factor})
-            write_safetensors_folder(folder, "diffusion_pytorch_model", tensors)
+            write_safetensors_folder(folder, tensors)
     logger.info("%s: %d tensors written to %s", vae.weights.description, len(names), path)
 
 
@@ -311,8 +307,7 @@ def vae_config(vae: Vae) -> dict[str, Any]:
         # On meta: names and shapes of the whole model without its memory.
         wanted = AutoencoderKLCogVideoX(**checked.arguments()).state_dict()
     expected = {name: tuple(tensor.shape) for name, tensor in wanted.items()}
-    differing = sorted({name for name, _ in expected.items() ^ shapes.items()})
-    if differing:
+    if differing := sorted({name for name, _ in expected.items() ^ shapes.items()}):
         raise ValueError(
             f"{where}: {counted(len(differing), 'tensor')} missing, unknown or of another shape, first "
             f"{first_of(differing)}; use a complete VAE of CogVideoX"

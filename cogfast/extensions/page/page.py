@@ -1,4 +1,5 @@
-"""Builds the page of a run, or of several, and writes it: one HTML file, and relative links to videos."""
+"""Builds the page of a run, or of several (`cogfast report`), and writes it: one HTML file, and relative links
+to videos."""
 
 from __future__ import annotations
 
@@ -29,9 +30,10 @@ from cogfast.core.files import WriteError, read_limited, write_text
 from cogfast.core.keys import DEFAULT
 from cogfast.core.values import OF_TEXTS, printable
 from cogfast.extensions.page.metrics_table import MOST_POINTS, encode
-from cogfast.extensions.page.record import FACTS, Facts, RunRecord, read_run
+from cogfast.extensions.page.record import FACTS, Facts, RunRecord, is_run, read_run
 from cogfast.extensions.sample.flags import input_words
 from cogfast.model.keys import ModelKeys, conditions_of_run
+from cogfast.model.weights.checkpoint_manifest import is_in_run, run_of
 
 if TYPE_CHECKING:  # `cogfast report` needs no PyTorch
     from cogfast.train.keys import TrainKeys
@@ -83,6 +85,7 @@ class RunPage:
         try:
             path = self.folder / NAME
             write_page(path, page_of([read_run(self.folder, history)], path, is_active))
+            self.has_failed = False
         # A page is worth no run: whatever a damaged folder or a full disk raises is logged.
         except Exception as error:
             if not self.has_failed:
@@ -91,8 +94,6 @@ class RunPage:
                     "the page of the run is not written (%s: %s); training continues", name, error
                 )
             self.has_failed = True
-        else:
-            self.has_failed = False
 
 
 def write_facts(
@@ -133,6 +134,45 @@ def write_page(path: Path, document: str) -> None:
         if _GENERATOR.encode() not in start:
             raise ValueError(f"{path} exists and is no page of cogfast; move it, or use --out FILE")
     write_text(path, document)
+
+
+def report(paths: Sequence[Path], out: Path | None) -> Path:
+    """Write the page of the runs and return its path.
+
+    out: None: index.html in the folder of a single run, report.html for several. ValueError if a path
+    is no run, or the page cannot be written.
+    """
+    runs = [_folder(path) for path in paths]
+    for i, run in enumerate(runs):
+        if any(run.samefile(other) for other in runs[:i]):
+            raise ValueError(f"{paths[i]}: the same run is given twice; give each run once")
+    if out is None:
+        out = runs[0] / NAME if len(runs) == 1 else Path("report.html")
+    if out.is_dir():
+        raise ValueError(f"--out {out} is a folder; give the path of a file, such as {out / NAME}")
+    if not out.parent.is_dir():
+        raise ValueError(f"--out {out}: the folder {out.parent} does not exist; create it")
+    records = [read_run(run) for run in runs]
+    try:
+        write_page(out, page_of(records, out))
+    except (OSError, WriteError) as error:
+        raise ValueError(f"{error}; give another file with --out FILE") from None
+    return out
+
+
+def _folder(path: Path) -> Path:
+    """Return the folder of a run, or that of a checkpoint's run."""
+    if not path.is_dir():
+        raise ValueError(f"{path}: no such folder; give the folder of a run")
+    # A path such as `.` has no name of its own, which decides what it is.
+    if not is_run(path) and is_in_run(path.absolute()):
+        path = run_of(path.absolute())
+    if not is_run(path):
+        raise ValueError(
+            f"{path} is not the folder of a run, since it has neither metrics.jsonl nor "
+            "training_config.yaml; give a folder that `cogfast train` has written"
+        )
+    return path
 
 
 def page_of(records: Sequence[RunRecord], page: Path, is_active: bool = False) -> str:

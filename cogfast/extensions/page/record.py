@@ -177,8 +177,7 @@ def _metrics(path: Path, problems: list[str]) -> list[dict]:
     if not path.exists():
         return []
     found = read_metrics(path)
-    damaged = [*found.problems, *([] if found.cut is None else [found.cut])]
-    if damaged:
+    if damaged := [*found.problems, *([] if found.cut is None else [found.cut])]:
         number = counted(len(damaged), "line")
         problems.append(f"{path.name}: {number} left out as damaged; first: {damaged[0]}")
     return found.lines
@@ -197,11 +196,9 @@ def _read(path: Path, schema: Any, problems: list[str]) -> Any:
 
 def _starts(folder: Path, name: str) -> list[Path]:
     """Return a description's files: that of the first start, then those of resumptions, by step."""
-    marked = []
-    for path in folder.glob(f"{name}-from-*"):
-        match = _MARKED.fullmatch(path.name)
-        if match and (step := step_of(Path(match[1]))) is not None:
-            marked.append((step, path))
+    found = ((_MARKED.fullmatch(path.name), path) for path in folder.glob(f"{name}-from-*"))
+    steps = ((step_of(Path(match[1])), path) for match, path in found if match)
+    marked = [(step, path) for step, path in steps if step is not None]
     first = folder / (CONFIG if name == "training_config" else f"{name}.json")
     return [path for path in (first, *(path for _, path in sorted(marked))) if path.is_file()]
 

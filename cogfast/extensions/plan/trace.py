@@ -28,7 +28,6 @@ from cogfast.extensions.memory.quantized_base import Linear
 from cogfast.extensions.sparse.attention import Blocks
 from cogfast.kernels.qk_norm_rope3d import Rotation
 from cogfast.model.config import TransformerConfig
-from cogfast.model.embeddings import NoRotation
 from cogfast.model.transformer import DiffusionTransformer, assemble_transformer, freeze
 from cogfast.train.activation_checkpointing import Policy, block_call
 from cogfast.train.video_size import LatentSize
@@ -307,7 +306,7 @@ def _block_inputs(
     if isinstance(block, SequenceParallelBlock) and not block.is_first:
         rows //= block.group.size
     rotation = None
-    if not isinstance(transformer.rotary, NoRotation):
+    if transformer.rotary is not None:
         # One row of tokens: only the number of tokens counts here.
         num_video = max(0, whole - config.text_length)
         width = config.head_width // 16 * (2 * num_video + 3 + 3)

@@ -187,8 +187,7 @@ def _check_folder(out: Path) -> None:
     for folder in (out, *out.parents):
         if folder.exists() and not folder.is_dir():
             raise ValueError(f"--out {out}: {folder} is a file; give a folder with --out")
-    samples = [*out.glob("*.mp4"), *out.glob("*.safetensors"), *out.glob("prompts.json")]
-    if samples:
+    if samples := [*out.glob("*.mp4"), *out.glob("*.safetensors"), *out.glob("prompts.json")]:
         raise ValueError(
             f"--out {out}: has samples of an earlier call ({samples[0].name}); give another folder with "
             "--out"

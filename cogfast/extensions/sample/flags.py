@@ -113,8 +113,7 @@ class SamplingFlags:
             from cogfast.train.video_size import frames_problem
 
             network = transformer_arguments(model["network_config"]["params"])
-            problem = frames_problem(network, self.frames, "--frames")
-            if problem is not None:
+            if (problem := frames_problem(network, self.frames, "--frames")) is not None:
                 raise ValueError(problem)
             latent_frames = num_latent_frames(self.frames)
             # CogVideoX 1.5 pads the latent frames.
@@ -130,8 +129,7 @@ class SamplingFlags:
             from cogfast.train.video_size import size_problem
 
             network = transformer_arguments(model["network_config"]["params"])
-            problem = size_problem(network, *self.size, "--size")
-            if problem is not None:
+            if (problem := size_problem(network, *self.size, "--size")) is not None:
                 raise ValueError(re.sub(r"\[(\d+), (\d+)\]", r"\1x\2", problem))
             put(SamplingKeys.key("sampling_image_size"), [*self.size], "--size")
         if self.fps is not None:
@@ -154,7 +152,6 @@ class SamplingFlags:
 
 
 def _params(model: dict[str, Any], flag: str) -> dict[str, Any]:
-    """Return the params of the sampler, which `flag` changes."""
     node = model.get("sampler_config")
     if node is None or is_none(node):
         raise ValueError(f"{flag}: model.sampler_config is missing; sampling needs one")

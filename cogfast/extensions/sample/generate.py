@@ -196,8 +196,7 @@ class VideoMaker:
 
     def _image_latents(self, prompts: Sequence[Prompt]) -> Tensor:
         """Encode the prompts' images without noise and extend them to all latent frames."""
-        missing = [p.text for p in prompts if p.image is None and p.image_latents is None]
-        if missing:
+        if missing := [p.text for p in prompts if p.image is None and p.image_latents is None]:
             raise ValueError(
                 f"the model animates images (model.noised_image_input=true), but the prompt "
                 f"{missing[0]!r} has none; give --image, or prompt@@image lines"
@@ -211,8 +210,7 @@ class VideoMaker:
         return self.encoder.pad_to_frames(latents, self.size_of(prompts[0]).frames)
 
     def _control_latents(self, prompts: Sequence[Prompt]) -> Tensor:
-        missing = [p.text for p in prompts if p.control is None]
-        if missing:
+        if missing := [p.text for p in prompts if p.control is None]:
             raise ValueError(
                 f"the model follows a control video (model.conditions), but the prompt {missing[0]!r} has "
                 "none; give --control"
@@ -429,7 +427,16 @@ def _write(
         size, thumbnails = maker.size_of(prompt), None
         name = file_name(prompt, start) + (".safetensors" if latents_only else ".mp4")
         if latents_only:
-            _write_latents(folder / name, latents, prompt, size)
+            about = {
+                "prompt": prompt.text,
+                "num_frames": str(size.num_frames),
+                "fps": str(size.fps),
+            }
+            tensor = latents.float().cpu()  # sync: into a file, once per video
+            held = Outgoing(
+                "latents", tuple(tensor.shape), tensor.dtype, lambda values=tensor: values
+            )
+            write_whole(folder / name, partial(write_safetensors, tensors=[held], metadata=about))
         else:
             frames = maker.frames(latents, size.num_frames)
             write_video(folder / name, frames, size.fps)
@@ -445,13 +452,5 @@ def _write_overview(folder: Path, rows: Sequence[_Row], start: str) -> None:
     # Characters that UTF-8 cannot encode (lone surrogates) become JSON escapes.
     text = (listing + "\n").encode("utf-8", "backslashreplace")
     write_whole(folder / f"{start}prompts.json", lambda path: path.write_bytes(text))
-    pictures = [(row.thumbnails, row.text) for row in rows if row.thumbnails is not None]
-    if pictures:
+    if pictures := [(row.thumbnails, row.text) for row in rows if row.thumbnails is not None]:
         contact_sheet(folder / f"{start}contact_sheet.png", *map(list, zip(*pictures, strict=True)))
-
-
-def _write_latents(path: Path, latents: Tensor, prompt: Prompt, size: LatentSize) -> None:
-    metadata = {"prompt": prompt.text, "num_frames": str(size.num_frames), "fps": str(size.fps)}
-    on_host = latents.float().cpu()  # sync: into a file, once per video
-    tensor = Outgoing("latents", tuple(on_host.shape), on_host.dtype, lambda: on_host)
-    write_whole(path, lambda draft: write_safetensors(draft, [tensor], metadata))

@@ -49,7 +49,14 @@ def read_inputs(
         own = {name: read(name, given[name], size) for name in names}
         ends = [name for name in ("first_frame", "last_frame") if name in given]
         if "video" in given and "mask" in given:
-            _check_shapes(given["video"], given["mask"])
+            paths = given["video"], given["mask"]
+            of_video, of_mask = (probe(str(path), path.stat().st_size) for path in paths)
+            # Both are cropped: those of other shapes to other parts.
+            if not of_mask.reason and not have_same_shape(of_video, of_mask):
+                raise ValueError(
+                    f"--mask {given['mask']} is {of_mask.height}x{of_mask.width}, --video {given['video']} "
+                    f"{of_video.height}x{of_video.width}; give one of the same shape"
+                )
             own["mask"] = read("mask", given["mask"], size)
         elif "video" in given or ends:
             own["mask"] = torch.ones(size.num_frames, 1, *size.pixels, dtype=torch.uint8)
@@ -88,16 +95,6 @@ def read_tensors(
 
     given = {n: files_of_prompts(f"--tensor {n}", f, num_prompts) for n, f in files.items()}
     return {name: [read(name, str(path)) for path in paths] for name, paths in given.items()}
-
-
-def _check_shapes(video: Path, mask: Path) -> None:
-    """Raise ValueError if a mask has another shape than its video: both are cropped, to other parts."""
-    of_video, of_mask = (probe(str(path), path.stat().st_size) for path in (video, mask))
-    if not of_mask.reason and not have_same_shape(of_video, of_mask):
-        raise ValueError(
-            f"--mask {mask} is {of_mask.height}x{of_mask.width}, --video {video} {of_video.height}x"
-            f"{of_video.width}; give one of the same shape"
-        )
 
 
 def _read(

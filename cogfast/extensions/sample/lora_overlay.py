@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 
@@ -20,7 +19,6 @@ from cogfast.extensions.formats.adapters import (
 from cogfast.model.config import Family
 from cogfast.model.lora import is_lora_parameter
 from cogfast.model.transformer import DiffusionTransformer
-from cogfast.model.weights.checkpoint_manifest import find_run_checkpoint
 from cogfast.model.weights.source import WeightSource, check_finite
 
 logger = logging.getLogger(__name__)
@@ -35,7 +33,6 @@ class LoraOverlay:
 
     @classmethod
     def parse(cls, text: str) -> LoraOverlay:
-        """Parse `PATH` or `PATH:SCALE`."""
         return cls(*split_scale(text, "--lora"))
 
 
@@ -44,9 +41,7 @@ def open_loras(loras: Sequence[LoraOverlay], ema: bool | None) -> list[tuple[Wei
 
     ema: use the averaged adapters of runs; None: of those that have any.
     """
-    # Only runs have averaged weights.
-    is_run = lambda path: find_run_checkpoint(Path(path)) is not None
-    return [(open_adapter(x.path, ema if is_run(x.path) else False), x.scale) for x in loras]
+    return [(open_adapter(lora.path, ema), lora.scale) for lora in loras]
 
 
 @torch.no_grad()

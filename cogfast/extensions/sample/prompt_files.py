@@ -25,10 +25,8 @@ class GivenPrompt:
 
 
 def given_prompts(args: TrainKeys) -> list[GivenPrompt]:
-    """Return the prompts of args.eval_prompts or args.eval_prompt_file, with their images.
-
-    Raises ValueError if a file cannot be read, an image is missing or the numbers differ.
-    """
+    """Return the prompts of args.eval_prompts or args.eval_prompt_file, with their images. ValueError if a file
+    cannot be read, an image is missing or the numbers differ."""
     texts = list(args.eval_prompts)
     images: list[Path | None] = [None] * len(texts)
     if args.eval_prompt_file is not None:

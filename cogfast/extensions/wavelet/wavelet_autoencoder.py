@@ -18,7 +18,7 @@ from einops import rearrange
 from torch import Tensor, nn
 
 from cogfast.core.shapes import SPATIAL_COMPRESSION, TEMPORAL_COMPRESSION, num_latent_frames
-from cogfast.model.autoencoder import DecodePlan, Moments
+from cogfast.model.autoencoder import DecodePlan, Moments, check_pixels
 from cogfast.model.weights.tensor_files import SafetensorsFiles
 
 COLOURS = 3
@@ -52,17 +52,13 @@ def band_matrix() -> Tensor:
 
 def to_blocks(video: Tensor) -> Tensor:
     """Video [B, 3, 4(T-1)+1, 8h, 8w] -> blocks [B, T, h, w, 768]; frame 0 fills block 0."""
-    num_frames, height, width = video.shape[2:]
+    num_frames = video.shape[2]
     if (num_frames - 1) % TEMPORAL_COMPRESSION:
         raise ValueError(
             f"a clip of {num_frames} frames does not divide into latent frames; "
             f"use {TEMPORAL_COMPRESSION}N+1 frames"
         )
-    if height % SPATIAL_COMPRESSION or width % SPATIAL_COMPRESSION:
-        raise ValueError(
-            f"frames of {height}x{width} do not divide into latent pixels; "
-            f"use rows and columns that are multiples of {SPATIAL_COMPRESSION}"
-        )
+    check_pixels(*video.shape[3:])
     # The first frame is a block alone, as in the VAE: it is repeated to the length of a block.
     first = video[:, :, :1].expand(-1, -1, TEMPORAL_COMPRESSION - 1, -1, -1)
     whole = torch.cat([first, video], dim=2)

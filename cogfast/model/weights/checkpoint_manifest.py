@@ -329,8 +329,7 @@ def _check_consistent(manifest: dict) -> None:
     for table in ("bytes", "checksums"):
         if manifest[table].keys() != names:
             raise DamageError(f"the {table} in its manifest.json are not those of its files")
-    lacking = manifest["parameters"].keys() - manifest.get("counters", manifest["parameters"])
-    if lacking:
+    if lacking := manifest["parameters"].keys() - manifest.get("counters", manifest["parameters"]):
         raise DamageError(f"its manifest.json has no counters of {brief(min(lacking))}")
     known = {**manifest["frozen"], **manifest["parameters"]}
     for slices in manifest["slices"].values():

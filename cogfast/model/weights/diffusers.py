@@ -17,6 +17,7 @@ from cogfast.core.json_files import Range, Size, brief, check, read_json
 from cogfast.core.shapes import SPATIAL_COMPRESSION, TEMPORAL_COMPRESSION, PatchSize
 from cogfast.core.values import show
 from cogfast.model.config import TransformerConfig, inpainting_channels
+from cogfast.model.weights.names import diffusers_names, our_names
 from cogfast.model.weights.shard import Shard, join
 from cogfast.model.weights.source import WeightSource, with_flat_patches
 from cogfast.model.weights.tensor_files import (
@@ -28,33 +29,6 @@ from cogfast.model.weights.tensor_files import (
     write_safetensors_folder,
 )
 
-_BLOCK = "transformer_blocks.{i}."
-# {cogfast's module: diffusers' modules that it consists of}, {i} the block; .weight or .bias follow.
-_MODULES = {
-    "patch_embedding": ["patch_embed.proj"],
-    "text_embedding": ["patch_embed.text_proj"],
-    "position_table.weight": ["patch_embed.pos_embedding"],
-    "time_embedding.fc1": ["time_embedding.linear_1"],
-    "time_embedding.fc2": ["time_embedding.linear_2"],
-    "ofs_embedding.fc1": ["ofs_embedding.linear_1"],
-    "ofs_embedding.fc2": ["ofs_embedding.linear_2"],
-    "blocks.{i}.attention_norm": [_BLOCK + "norm1.norm"],
-    "blocks.{i}.modulation.linear": [_BLOCK + "norm1.linear", _BLOCK + "norm2.linear"],
-    "blocks.{i}.attention.qkv": [_BLOCK + f"attn1.to_{x}" for x in "qkv"],
-    "blocks.{i}.attention.out": [_BLOCK + "attn1.to_out.0"],
-    "blocks.{i}.attention.query_norm": [_BLOCK + "attn1.norm_q"],
-    "blocks.{i}.attention.key_norm": [_BLOCK + "attn1.norm_k"],
-    "blocks.{i}.mlp_norm": [_BLOCK + "norm2.norm"],
-    "blocks.{i}.fc1": [_BLOCK + "ff.net.0.proj"],
-    "blocks.{i}.fc2": [_BLOCK + "ff.net.2"],
-    "final_norm": ["norm_final"],
-    "output_norm": ["norm_out.norm"],
-    "output_modulation": ["norm_out.linear"],
-    "output": ["proj_out"],
-}
-# cogfast's linears, all of which adapters may have.
-LINEARS = [name for name in _MODULES if not name.endswith(("norm", ".weight"))]
-_NOT_IN_DIFFUSERS = "unused_position_embeddings"  # only SAT's files have it; no code reads it
 logger = logging.getLogger(__name__)
 CLASS_NAME = "CogVideoXTransformer3DModel"
 # Keys of config.json with the only values that cogfast's network has. They are diffusers' defaults.
@@ -91,34 +65,6 @@ def _num_parts(our_name: str) -> int:
     """Return the number of consecutive parts of cogfast's tensor, see Shard.num_parts."""
     # The modulation has video's rows, then text's; each of diffusers' two tensors has rows of both.
     return 2 if ".modulation." in our_name else 1
-
-
-def diffusers_names(our_name: str) -> list[str]:
-    """Return the tensors of diffusers' CogVideoXTransformer3DModel that form one of cogfast's."""
-    block = re.match(r"blocks\.(\d+)\.", our_name)
-    i = block[1] if block else ""
-    for ours, theirs in _MODULES.items():
-        module = ours.replace("{i}", i)
-        if our_name == module or our_name.startswith(module + "."):
-            rest = our_name.removeprefix(module)
-            return [name.replace("{i}", i) + rest for name in theirs]
-    return []
-
-
-def our_names(theirs: list[str]) -> dict[str, list[str]]:
-    """Return {cogfast's name: diffusers' names} of the tensors whose parts are all in `theirs`."""
-    # The first of a module's parts finds it; the others must be there as well.
-    given, found = set(theirs), {}
-    for ours, modules in _MODULES.items():
-        pattern = re.escape(modules[0]).replace(r"\{i\}", r"(?P<i>\d+)") + r"(?P<rest>(\.[a-z]+)?)"
-        for name in theirs:
-            match = re.fullmatch(pattern, name)
-            if match:
-                our_name = ours.replace("{i}", match.groupdict().get("i", "")) + match["rest"]
-                parts = diffusers_names(our_name)
-                if given.issuperset(parts):
-                    found[our_name] = parts
-    return found
 
 
 def from_diffusers(our_name: str, parts: list[Tensor]) -> Tensor:
@@ -326,18 +272,28 @@ def diffusers_tensors(
     for name, shape in source.shapes.items():
         # diffusers computes 2B's table, and has no name for SAT's unused one.
         is_computed = name == "position_table.weight" and config.position == "sincos"
-        if is_computed or name == _NOT_IN_DIFFUSERS:
-            continue
-        if name == "patch_embedding.weight" and not config.patch_size.joins_frames:
-            shape = (shape[0], config.in_channels, config.patch_size.h, config.patch_size.w)
-        theirs = diffusers_names(name)
+        theirs = [] if is_computed else diffusers_names(name)
         for index, target in enumerate(theirs):
             shard = None
             if len(theirs) > 1:
-                shard = Shard(source.shapes[name], 0, _num_parts(name), index, len(theirs))
-            read = partial(source.read, name, shard)
-            size = shape if shard is None else shard.share_shape
-            yield Outgoing(target, size, source.dtype_in_target(name, dtype), read)
+                shard = Shard(shape, 0, _num_parts(name), index, len(theirs))
+            yield outgoing(source, config, name, target, shard, dtype)
+
+
+def outgoing(
+    source: WeightSource,
+    config: TransformerConfig,
+    name: str,
+    target: str,
+    shard: Shard | None,
+    dtype: torch.dtype | None,
+) -> Outgoing:
+    """Describe a tensor, or a shard of it, as it is written to diffusers' and SAT's files under `target`."""
+    shape, patch = source.shapes[name] if shard is None else shard.share_shape, config.patch_size
+    if name == "patch_embedding.weight" and not patch.joins_frames:  # a convolution there
+        shape = (shape[0], config.in_channels, patch.h, patch.w)
+    read = partial(source.read, name, shard)
+    return Outgoing(target, shape, source.dtype_in_target(name, dtype), read)
 
 
 def write_diffusers(
@@ -356,4 +312,4 @@ def write_diffusers(
     tensors = list(diffusers_tensors(source, config, dtype))
     with new_folder(path, sum(t.nbytes for t in tensors)) as folder:
         write_json(folder / "config.json", about)
-        write_safetensors_folder(folder, "diffusion_pytorch_model", tensors)
+        write_safetensors_folder(folder, tensors)

@@ -46,8 +46,7 @@ def identify(source: WeightSource, out_channels: int = _LATENT_CHANNELS) -> Tran
             f"{source.description}: has no {' and no '.join(absent)} ({len(shapes)} tensors, "
             f"first {first_of(list(source.shapes))}); use the files of a complete transformer"
         )
-    flat = next((name for name in _NEEDED if len(shapes[name]) != 2), None)
-    if flat is not None:
+    if (flat := next((name for name in _NEEDED if len(shapes[name]) != 2), None)) is not None:
         raise ValueError(
             f"{source.description}: {flat} has shape {list(shapes[flat])} instead of [outputs, "
             "inputs]; copy it again"

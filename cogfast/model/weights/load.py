@@ -10,8 +10,14 @@ from pathlib import Path
 import torch
 
 from cogfast.core.values import counted
-from cogfast.extensions.formats.adapters import adapters_of, check_config, only_adapters
-from cogfast.extensions.formats.completed import adapters_for, completed, fitted
+from cogfast.extensions.formats.adapters import (
+    adapters_of,
+    check_config,
+    check_member,
+    only_adapters,
+    open_adapter,
+)
+from cogfast.extensions.formats.completed import completed, fitted
 from cogfast.model.config import Family, TransformerConfig, derived_models
 from cogfast.model.keys import LearnedPositions
 from cogfast.model.lora import is_lora_parameter
@@ -90,7 +96,8 @@ def load_adapters(
     held: Mapping[str, Target] | None = None,
 ) -> LoadReport:
     """Load adapters into a model with LoRA, and log what they are; otherwise as load_source."""
-    adapter = adapters_for(transformer.config, path)
+    adapter = open_adapter(path)
+    check_member(adapter, Family.of_config(transformer.config), "the model")
     report = load_source(transformer, adapter, path, shards=shards, held=held)
     logger.info("%s: %s", adapter.description, adapters_of(adapter))
     return report
@@ -184,7 +191,6 @@ def check_family(path: str, found: Family, config: TransformerConfig) -> None:
 
 
 def check_depth_and_width(path: str, shapes: Shapes, config: TransformerConfig) -> None:
-    """Raise ValueError if depth or width differ."""
     found = (num_blocks(shapes), shapes["patch_embedding.weight"][0])
     wanted = (config.num_layers, config.hidden_size)
     if found != wanted:

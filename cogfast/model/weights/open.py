@@ -21,8 +21,7 @@ def open_source(path: Path, ema: bool | None = False) -> WeightSource:
     if it has one. Reading a tensor that is not finite raises ValueError.
     """
     # Runs first: their checkpoints are safetensors files, too.
-    checkpoint = find_run_checkpoint(path)
-    if checkpoint is not None:
+    if (checkpoint := find_run_checkpoint(path)) is not None:
         return open_run(checkpoint, ema).checked()
     source = _open_named(path)
     if source is not None and ema:

@@ -54,12 +54,8 @@ class RunFiles:
                 pieces.sort()
         self.kinds = {kind for _, kind in self._pieces}
         self.frozen = sorted(name for name, kind in self._pieces if kind == "frozen")
-        known = {**manifest["frozen"], **manifest["parameters"]}
-        # {name: (dim, num_parts)} of parameters that the run held in shards.
-        self._cuts: dict[str, tuple[int, int]] = {
-            name: tuple(about["cut"]) for name, about in known.items() if "cut" in about
-        }
-        self.shapes = {name: tuple(about["shape"]) for name, about in known.items()}
+        self._known = {**manifest["frozen"], **manifest["parameters"]}
+        self.shapes = {name: tuple(about["shape"]) for name, about in self._known.items()}
 
     def fill(
         self, out: Tensor, name: str, kind: str, shard: Shard | None = None, start: int = 0
@@ -71,7 +67,7 @@ class RunFiles:
         """
         count = max((count for _, count in self._pieces.get((name, kind), {})), default=1)
         wanted = (0, 1) if shard is None else (shard.index, shard.count)
-        cut = self._cuts.get(name) or (0, 1)
+        cut = tuple(self._known.get(name, {}).get("cut", (0, 1)))  # dim, num_parts
         is_cut_so = count == 1 or shard is None or (shard.dim, shard.num_parts) == cut
         if wanted[1] == count and is_cut_so:
             self._read(out, start, name, kind, wanted)

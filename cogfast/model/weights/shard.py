@@ -34,7 +34,6 @@ class Shard:
 
     @property
     def share_shape(self) -> tuple[int, ...]:
-        """Shape of the shard."""
         before, after = self.shape[: self.dim], self.shape[self.dim + 1 :]
         return (*before, self.shape[self.dim] // self.count, *after)
 

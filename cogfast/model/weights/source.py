@@ -10,11 +10,10 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from cogfast.core.json_files import brief
-from cogfast.core.shapes import PatchSize, TokenGrid
+from cogfast.core.shapes import PatchSize
 from cogfast.core.values import counted
 from cogfast.model.keys import LearnedPositions
 from cogfast.model.lora import SAT_ALPHA
@@ -39,7 +38,6 @@ class Target(Protocol):
     @property
     def copy_(self) -> Callable[[Tensor], object]:
         """Store values of this shape, in any dtype."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,16 +83,7 @@ class WeightSource:
         check = lambda name, shard: check_finite(self.description, name, self.read(name, shard))
         return replace(self, read=check)
 
-    def with_channels(self, name: str, num_inputs: int) -> WeightSource:
-        """Return these weights with zeros behind the inputs of the linear `name`, [M, num_inputs]."""
-        rows, inputs = self.shapes[name]
-        if inputs >= num_inputs:
-            return self
-        facts = {key: value for key, value in self.facts.items() if key != "in_channels"}
-        pad = lambda values: F.pad(values, (0, num_inputs - inputs))
-        return replace(self._changed(name, (rows, num_inputs), pad), facts=facts)
-
-    def _changed(
+    def changed(
         self, name: str, shape: tuple[int, ...], change: Callable[[Tensor], Tensor]
     ) -> WeightSource:
         """Return these weights with `change`, which gives a tensor of `shape`, applied to one of them."""
@@ -105,33 +94,6 @@ class WeightSource:
 
         return replace(self, read=read, shapes={**self.shapes, name: shape})
 
-    def without(self, name: str) -> WeightSource:
-        """Return these weights without the tensor `name`, and without what the format says of tables."""
-        shapes = {other: shape for other, shape in self.shapes.items() if other != name}
-        facts = {key: value for key, value in self.facts.items() if key != "learnable_position"}
-        return replace(self, shapes=shapes, facts=facts)
-
-    def with_table(self, name: str, num_text: int, old: TokenGrid, new: TokenGrid) -> WeightSource:
-        """Return these weights with the learned position table `name`, [1, num_text + V, M], interpolated
-        from a grid of tokens to another, in float32 (trilinear, by the tokens' centres)."""
-        _, rows, width = self.shapes[name]
-        if rows != num_text + old.num_tokens:
-            raise ValueError(
-                f"{self.description}: {name} has {rows} rows, but {num_text} of text and {old.t}x{old.h}x"
-                f"{old.w} of video (frames x rows x columns) were expected; model.learned_positions=resize "
-                "needs the config.json that belongs to these tensors"
-            )
-        if old == new:
-            return self
-
-        def interpolated(values: Tensor) -> Tensor:
-            text, video = values.float().split([num_text, old.num_tokens], dim=1)
-            video = video.transpose(1, 2).unflatten(2, (old.t, old.h, old.w))  # [1, M, t, h, w]
-            video = F.interpolate(video, size=(new.t, new.h, new.w), mode="trilinear")
-            return torch.cat([text, video.flatten(2).transpose(1, 2)], dim=1)
-
-        return self._changed(name, (1, num_text + new.num_tokens, width), interpolated)
-
     @property
     def alpha(self) -> float:
         """The alpha of the adapters, SAT's default if it is unknown."""
@@ -139,7 +101,6 @@ class WeightSource:
 
     @property
     def main_dtype(self) -> torch.dtype:
-        """The dtype of most tensors."""
         return Counter(self.dtypes.values()).most_common(1)[0][0]
 
     @property
@@ -237,8 +198,7 @@ def verify(source: WeightSource, target: Path, written: WeightSource) -> str:
 
     Returns the result in one line. ValueError if a tensor is missing or differs.
     """
-    missing = source.shapes.keys() - written.shapes.keys() - _MAY_BE_LEFT_OUT
-    if missing:
+    if missing := source.shapes.keys() - written.shapes.keys() - _MAY_BE_LEFT_OUT:
         raise ValueError(
             f"{target}: lacks {counted(len(missing), 'tensor')} of the source, first "
             f"{first_of(sorted(missing))}; delete it and convert again"
@@ -271,7 +231,7 @@ def with_flat_patches(source: WeightSource) -> WeightSource:
     # Row-major, so a reshape alone: the kernel's values are in the order (C, h, w). Tensor parallelism
     # splits only the blocks, never this weight.
     flat = (shape[0], math.prod(shape[1:]))
-    found = source._changed(key, flat, lambda values: values.reshape(flat))
+    found = source.changed(key, flat, lambda values: values.reshape(flat))
     return replace(found, facts={**source.facts, "patch_size": patch})
 
 

@@ -203,8 +203,7 @@ def open_tensors(path: Path) -> SafetensorsFiles | TorchFiles:
 def _files_of(folder: Path, kind: str) -> list[Path]:
     """Return the files that a folder's index names, or all of a kind if it has no index."""
     names = sorted(path.name for path in folder.glob(kind))
-    indexes = sorted(folder.glob(f"{kind}.index.json"))
-    if indexes:
+    if indexes := sorted(folder.glob(f"{kind}.index.json")):
         # Programs differ in which of the two they read.
         whole, present = indexes[0].name.removesuffix(".index.json"), names
         names = sorted(set(read_json(indexes[0], _INDEX)["weight_map"].values()))
@@ -213,8 +212,7 @@ def _files_of(folder: Path, kind: str) -> list[Path]:
                 f"{folder}: has {whole}, which holds a whole model, and {brief(indexes[0].name)}, which "
                 "names other files; keep the files of one"
             )
-    absent = [name for name in names if not (folder / name).is_file()]
-    if absent:
+    if absent := [name for name in names if not (folder / name).is_file()]:
         raise ValueError(
             f"{folder}: {brief(absent[0])}, one of {len(names)} files, is missing or no regular file; "
             "copy it again"
@@ -223,12 +221,11 @@ def _files_of(folder: Path, kind: str) -> list[Path]:
 
 
 def write_safetensors_folder(
-    folder: Path, stem: str, tensors: Sequence[Outgoing], most_bytes: int = MOST_BYTES
+    folder: Path, tensors: Sequence[Outgoing], most_bytes: int = MOST_BYTES
 ) -> None:
-    """Write <stem>.safetensors, or <stem>-00001-of-0000N.safetensors and so on with an index.
-
-    No file is larger than most_bytes unless one tensor is.
-    """
+    """Write diffusers' file of weights, or several with an index. No file is larger than most_bytes unless
+    one tensor is."""
+    stem = "diffusion_pytorch_model"
     # Greedy and in order, as diffusers and transformers divide their files.
     files: list[list[Outgoing]] = [[]]
     size = 0
@@ -287,7 +284,10 @@ def read_torch_file(path: Path) -> dict[str, Any]:
     try:
         is_zip = zipfile.is_zipfile(path)
         if is_zip:
-            _check_stored(path)
+            # Mapped, compressed entries would be read as other numbers, and the pickle could fill the memory.
+            with zipfile.ZipFile(path) as archive:
+                if {entry.compress_type for entry in archive.infolist()} != {zipfile.ZIP_STORED}:
+                    raise ValueError("compressed, which torch.save never does")
         with torch.serialization.safe_globals(_NUMPY_TYPES):
             content = torch.load(path, map_location="cpu", weights_only=True, mmap=is_zip)
     except OSError as error:
@@ -295,8 +295,7 @@ def read_torch_file(path: Path) -> dict[str, Any]:
         raise ValueError(f"{path}: cannot be read ({reason}); check its rights") from None
     except Exception as error:  # on a damaged pickle the unpickler may raise nearly any type
         lines = [line.strip() for line in str(error).splitlines()]
-        reason = next((line for line in lines if "GLOBAL" in line), "")
-        if reason:
+        if reason := next((line for line in lines if "GLOBAL" in line), ""):
             raise ValueError(
                 f"{path}: refused, since reading it would run pickled code ({brief(reason)}); save it "
                 "again with tensors only: torch.save({'module': state_dict}, path)"
@@ -309,15 +308,6 @@ def read_torch_file(path: Path) -> dict[str, Any]:
             "size with the original"
         ) from None
     return content if isinstance(content, dict) else {}
-
-
-def _check_stored(path: Path) -> None:
-    """Raise ValueError for compressed entries: mapped, they would be read as other numbers, and the
-    pickle could fill the memory."""
-    with zipfile.ZipFile(path) as archive:
-        for entry in archive.infolist():
-            if entry.compress_type != zipfile.ZIP_STORED:
-                raise ValueError(f"{entry.filename} is compressed, which torch.save never does")
 
 
 def write_torch_file(path: Path, key: str, tensors: Sequence[Outgoing]) -> None:

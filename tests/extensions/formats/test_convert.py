@@ -16,17 +16,15 @@ from safetensors.torch import load_file
 from cogfast.config.sat_network import transformer_arguments
 from cogfast.extensions.formats.convert import convert
 from cogfast.extensions.formats.sat import sat_tensors, to_sat_state_dict
-from cogfast.extensions.formats.sat_names import PREFIX, from_sat_name
-from cogfast.extensions.formats.vae import to_sat as vae_to_sat
+from cogfast.extensions.formats.vae import renamed
 from cogfast.model.config import TransformerConfig
 from cogfast.model.weights import tensor_files
 from cogfast.model.weights.diffusers import (
     diffusers_config,
-    diffusers_names,
     diffusers_tensors,
-    our_names,
 )
 from cogfast.model.weights.identify import check_complete, identify
+from cogfast.model.weights.names import PREFIX, diffusers_names, from_sat_name, our_names
 from cogfast.model.weights.open import open_source
 from cogfast.model.weights.source import WeightSource, with_flat_patches
 from cogfast.model.weights.tensor_files import write_safetensors_folder, write_torch_file
@@ -249,7 +247,7 @@ def test_the_vae_both_ways(tmp_path: Path) -> None:
     from diffusers import AutoencoderKLCogVideoX
 
     model = tiny_vae()
-    state = vae_to_sat(model.state_dict(), 4, 3)
+    state = renamed(model.state_dict(), 4, 3, "sat")
     torch.save({"state_dict": {**state, "loss.logvar": torch.zeros(())}}, tmp_path / "any.pt")
     convert(tmp_path / "any.pt", tmp_path / "vae", "diffusers", verify=True, scaling_factor=1.15)
     loaded, report = AutoencoderKLCogVideoX.from_pretrained(
@@ -343,9 +341,9 @@ def test_files_are_those_of_the_libraries(tmp_path: Path) -> None:
     assert zipfile.ZipFile(file).testzip() is None
     loaded = torch.load(file, mmap=True)["module"]
     assert all(value.untyped_storage().data_ptr() % 64 == 0 for value in loaded.values())
-    write_safetensors_folder(tmp_path, "model", tensors, most_bytes=90)
-    files = sorted(tmp_path.glob("*.safetensors"))
-    assert [path.name for path in files] == [f"model-0000{i}-of-00002.safetensors" for i in (1, 2)]
+    write_safetensors_folder(tmp_path, tensors, most_bytes=90)
+    files, stem = sorted(tmp_path.glob("*.safetensors")), "diffusion_pytorch_model"
+    assert [path.name for path in files] == [f"{stem}-0000{i}-of-00002.safetensors" for i in (1, 2)]
     assert_same({k: v for path in files for k, v in load_file(path).items()}, state)
     assert safe_open(files[0], "pt").metadata() == {"format": "pt"}
 

@@ -12,8 +12,8 @@ from safetensors.torch import load_file, save_file
 from cogfast.__main__ import main
 from cogfast.extensions.formats.convert import convert
 from cogfast.extensions.formats.sat import to_sat_state_dict
-from cogfast.extensions.formats.sat_names import PREFIX
 from cogfast.model.weights import tensor_files
+from cogfast.model.weights.names import PREFIX
 from tests.support.refusals import Refusal, assert_line, assert_refused, refusals
 from tests.support.tiny_run import assert_same
 from tests.support.tiny_transformers import tiny
