@@ -103,7 +103,7 @@ class Network:
             if rotation is not None:
                 fix = "rotary positions; pass self.prepare_rotary_positional_embeddings(...)"
             raise ValueError(f"image_rotary_emb: this model has {fix}")
-        if given is None or grid in self._checked:
+        if given is None or rotation is None or grid in self._checked:
             return
         for own, other in zip(rotary_tables(rotation), given, strict=True):
             # sync: once for each size

@@ -108,18 +108,22 @@ class FirstStage(Protocol):
 
     def encode(self, video: Tensor) -> Moments:
         """Encode video [B, 3, F, H, W] to moments [B, C, T, h, w], without drawing from them."""
+        ...
 
     def decode(self, latents: Tensor) -> Tensor:
         """Decode latents [B, C, T, h, w] to video [B, 3, F, H, W], not clamped to [-1, 1]."""
+        ...
 
     def limit_decode_memory(
         self, num_bytes: int, num_frames: int, height: int, width: int
     ) -> DecodePlan:
         """Choose how `decode` works on one video of `num_frames` frames of height x width pixels, so
         that it needs at most `num_bytes` if that is possible, and return the choice."""
+        ...
 
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
         """Return the weights; nn.Module has this method."""
+        ...
 
 
 class VideoAutoencoder(nn.Module):

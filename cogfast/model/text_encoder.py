@@ -51,6 +51,7 @@ class TextEncoder(Protocol):
 
     def __call__(self, captions: Sequence[str]) -> Tensor:
         """Call `forward`; nn.Module has this method."""
+        ...
 
     def forward(self, captions: Sequence[str]) -> Tensor:
         """Encode captions [B] to embeddings [B, L, E] on the module's device, in any float dtype.
@@ -59,6 +60,7 @@ class TextEncoder(Protocol):
         to all rows. E is the model's text_hidden_size. The same caption must give the same rows in
         any batch, because a latent cache stores them.
         """
+        ...
 
 
 class _PaddedT5(nn.Module):
@@ -271,7 +273,7 @@ class _T5Block(nn.Module):
     def draw_weights(self) -> None:
         # {layer: the number of which its standard deviation is the inverse root}
         width = self.q.in_features
-        attention: dict[nn.Module, int] = {self.q: width * self.d_kv, self.k: width, self.v: width}
+        attention: dict[nn.Linear | nn.Embedding, int] = {self.q: width * self.d_kv, self.k: width, self.v: width}
         attention[self.o] = self.o.in_features
         if self.buckets is not None:
             attention[self.buckets] = width

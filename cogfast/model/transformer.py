@@ -45,12 +45,15 @@ class RowSplit(Protocol):
         self, hidden: Tensor, conditioning: Tensor, num_text: int
     ) -> tuple[Tensor, Tensor, int]:
         """Return this rank's rows of hidden [B, S, M], the conditioning, and how many rows are text."""
+        ...
 
     def join(self, hidden: Tensor) -> Tensor:
         """Return all rows [B, S, M] of this rank's rows."""
+        ...
 
     def attention_kernels(self, kernels: BlockKernels) -> BlockKernels:
         """Return the kernels for attention, which needs all rows."""
+        ...
 
 
 class BlockSource(Protocol):
@@ -58,6 +61,7 @@ class BlockSource(Protocol):
 
     def around(self, calls: Iterable[BlockCall]) -> Iterable[BlockCall]:
         """Return the calls of all blocks, each with its weights fetched before it."""
+        ...
 
 
 OUTPUT_NORM_EPS = 1e-6  # as SAT; diffusers has 1e-5 here, which changes outputs by 2e-5

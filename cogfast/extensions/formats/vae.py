@@ -70,18 +70,16 @@ def renamed(
 ) -> dict[str, _T]:
     """Return SAT's tensors, or whatever values have their names, under diffusers' names, or the other way
     round; names that are alike in both, and unknown ones, stay."""
-    modules, shortcuts = (
-        module_names(num_levels, num_res_blocks),
-        (".nin_shortcut.", ".conv_shortcut."),
-    )
+    modules = module_names(num_levels, num_res_blocks)
+    before, after = ".nin_shortcut.", ".conv_shortcut."
     if to == "sat":
-        modules, shortcuts = {theirs: sat for sat, theirs in modules.items()}, shortcuts[::-1]
+        modules, before, after = {theirs: sat for sat, theirs in modules.items()}, after, before
     found = {}
     for name, value in state.items():
         parts = name.split(".")
         for length in (5, 4, 3):  # module names have 3 to 5 parts; none is a prefix of another
             if module := modules.get(".".join(parts[:length])):
-                name = ".".join([module, *parts[length:]]).replace(*shortcuts)
+                name = ".".join([module, *parts[length:]]).replace(before, after)
                 break
         found[name] = value
     return found

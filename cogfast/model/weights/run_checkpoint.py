@@ -67,7 +67,7 @@ class RunFiles:
         """
         count = max((count for _, count in self._pieces.get((name, kind), {})), default=1)
         wanted = (0, 1) if shard is None else (shard.index, shard.count)
-        cut = tuple(self._known.get(name, {}).get("cut", (0, 1)))  # dim, num_parts
+        dim, num_parts = cut = tuple(self._known.get(name, {}).get("cut", (0, 1)))
         is_cut_so = count == 1 or shard is None or (shard.dim, shard.num_parts) == cut
         if wanted[1] == count and is_cut_so:
             self._read(out, start, name, kind, wanted)
@@ -75,7 +75,7 @@ class RunFiles:
         # The run had another number of shards: join all of its own, then cut as the caller does.
         stored = []
         for index in range(count):
-            values = out.new_empty(Shard(self.shapes[name], *cut, index, count).share_shape)
+            values = out.new_empty(Shard(self.shapes[name], dim, num_parts, index, count).share_shape)
             self._read(values.view(-1), 0, name, kind, (index, count))
             stored.append(values)
         whole = join(stored, *cut)

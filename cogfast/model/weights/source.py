@@ -38,6 +38,7 @@ class Target(Protocol):
     @property
     def copy_(self) -> Callable[[Tensor], object]:
         """Store values of this shape, in any dtype."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
