@@ -14,9 +14,14 @@ from cogfast.config.sat_unused import why_unused
 from cogfast.core.values import KeyProblem, join, show
 
 _DIFFUSION = "sgm.modules.diffusionmodules"
-_SCHEDULES = "cogfast.diffusion.noise_schedule"
-_SAMPLERS = "cogfast.diffusion.sampler"
-_GUIDERS = "cogfast.diffusion.guidance"
+# Module below _DIFFUSION -> cogfast's module, and the classes that both have with the same params
+_SAME = {
+    "denoiser_scaling": ("denoiser", "VideoScaling"),
+    "discretizer": ("noise_schedule", "ZeroSNRDDPMDiscretization"),
+    "sampling": ("sampler", "VPSDEDPMPP2MSampler VPODEDPMPP2MSampler VideoDDIMSampler"),
+    "guiders": ("guidance", "VanillaCFG DynamicCFG IdentityGuider"),
+    "sampling_utils": ("guidance", "NoDynamicThresholding StaticThresholding"),
+}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -106,12 +111,6 @@ TARGETS: dict[str, SatClass] = {
     ),
     f"{_DIFFUSION}.denoiser.DiscreteDenoiser": _DENOISER,
     "cogfast.diffusion.denoiser.DiscreteDenoiser": _DENOISER,
-    f"{_DIFFUSION}.denoiser_scaling.VideoScaling": SatClass(
-        path="cogfast.diffusion.denoiser.VideoScaling"
-    ),
-    f"{_DIFFUSION}.discretizer.ZeroSNRDDPMDiscretization": SatClass(
-        path=f"{_SCHEDULES}.ZeroSNRDDPMDiscretization"
-    ),
     f"{_DIFFUSION}.sigma_sampling.DiscreteSampling": SatClass(
         path="cogfast.diffusion.timestep_sampling.DiscreteSampling", only=_TABLE
     ),
@@ -120,16 +119,9 @@ TARGETS: dict[str, SatClass] = {
         only={"block_scale": None, "block_size": None},
     ),
     **{
-        f"{_DIFFUSION}.sampling.{name}": SatClass(path=f"{_SAMPLERS}.{name}")
-        for name in ("VPSDEDPMPP2MSampler", "VPODEDPMPP2MSampler", "VideoDDIMSampler")
-    },
-    **{
-        f"{_DIFFUSION}.guiders.{name}": SatClass(path=f"{_GUIDERS}.{name}")
-        for name in ("VanillaCFG", "DynamicCFG", "IdentityGuider")
-    },
-    **{
-        f"{_DIFFUSION}.sampling_utils.{name}": SatClass(path=f"{_GUIDERS}.{name}")
-        for name in ("NoDynamicThresholding", "StaticThresholding")
+        f"{_DIFFUSION}.{module}.{name}": SatClass(path=f"cogfast.diffusion.{own}.{name}")
+        for module, (own, names) in _SAME.items()
+        for name in names.split()
     },
     "vae_modules.autoencoder.VideoAutoencoderInferenceWrapper": _AUTOENCODER,
     "vae_modules.autoencoder.VideoAutoencodingEngine": _AUTOENCODER,
