@@ -87,18 +87,16 @@ def _shard_arguments(
     """Translate the params of SAT's VideoDataset, which streams shards; cogfast reads them by index."""
     kept: dict[str, object] = {}
     for name, value in params.items():
-        key = join(where, name)
+        key, own = join(where, name), _RENAMED.get(name, name)
         if name in ("path", "include_dirs"):
             text = f"{key}={show(value)}: args.train_data lists the shards; move it there"
             raise KeyProblem(key, text)
         if name in _STREAM_ONLY:
             unused[key] = _STREAM_ONLY[name]
-        elif _RENAMED.get(name, name) in kept:
-            raise KeyProblem(
-                key, f"{key}: {_RENAMED.get(name, name)} means the same; remove one of them"
-            )
+        elif own in kept:
+            raise KeyProblem(key, f"{key}: {own} means the same; remove one of them")
         else:
-            kept[_RENAMED.get(name, name)] = value
+            kept[own] = value
     return kept
 
 

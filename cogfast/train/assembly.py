@@ -133,15 +133,9 @@ def assemble_transformer(
     # `weights` are loaded first to see whether they are complete, and again on top of the base.
     report = None if weights is None else load(weights, ema=ema)
     if args.load and (report is None or report.missing):
-        model = network.model
-        is_new, positions = model.new_channels is not None, model.learned_positions
-        base = load(
-            args.load,
-            allow_missing=allow_missing,
-            new_channels=is_new,
-            positions=positions,
-            is_base=True,
-        )
+        new, positions = network.model.new_channels, network.model.learned_positions
+        is_new = {"new_channels": new is not None, "positions": positions}
+        base = load(args.load, allow_missing=allow_missing, is_base=True, **is_new)
         if base.lacking:
             _refuse_part(f"args.load={args.load}", base)
         base.log()
@@ -423,22 +417,22 @@ def assemble_batches(
     """
     accumulation = args.gradient_accumulation_steps
     global_batch = args.batch_size * accumulation * groups.data_size
-    if not groups.is_first_of_model:
-        # The first of the ranks that work on the same samples reads and broadcasts.
-        return ModelBatches(None, groups, url_of(folder) is not None)
-    loader = BatchLoader(
-        dataset,
-        assemble_order(dataset, args.seed, global_batch),
-        micro_batch=args.batch_size,
-        accumulation=accumulation,
-        dp_rank=groups.data_rank,
-        dp_size=groups.data_size,
-        start_step=start_step,
-        num_steps=num_steps,
-        num_workers=args.num_workers,
-        prefetch_factor=args.prefetch_factor,
-        timeout=args.decode_timeout,
-        bad_samples_path=folder / list_name,
-        max_bad_fraction=args.max_bad_fraction,
-    )
+    loader = None
+    # The first of the ranks that work on the same samples reads and broadcasts.
+    if groups.is_first_of_model:
+        loader = BatchLoader(
+            dataset,
+            assemble_order(dataset, args.seed, global_batch),
+            micro_batch=args.batch_size,
+            accumulation=accumulation,
+            dp_rank=groups.data_rank,
+            dp_size=groups.data_size,
+            start_step=start_step,
+            num_steps=num_steps,
+            num_workers=args.num_workers,
+            prefetch_factor=args.prefetch_factor,
+            timeout=args.decode_timeout,
+            bad_samples_path=folder / list_name,
+            max_bad_fraction=args.max_bad_fraction,
+        )
     return ModelBatches(loader, groups, url_of(folder) is not None)

@@ -166,7 +166,6 @@ class Trainer:
                 break
 
     def _micro_batches(self) -> Iterator[Batch]:
-        """Yield the micro-batches of a step."""
         assert self.batches is not None, "it trains"
         for _ in range(self.args.gradient_accumulation_steps):
             with CLOCK.part("data"):
@@ -374,11 +373,9 @@ class Trainer:
             path = name_of(self.writer.path(self.step))
             logger.info("finished at step %d; checkpoint: %s", self.step, path)
         else:
-            key, text = (
-                f"args.exit_interval={self.args.exit_interval}",
-                "stopped at step %d of %d by %s; %s",
-            )
+            key = f"args.exit_interval={self.args.exit_interval}"
             reason, how = stop.reason if stop.is_stopping else key, self.parts.how_to_resume()
+            text = "stopped at step %d of %d by %s; %s"
             logger.info(text, self.step, self.num_steps, reason, how)
         log_results(self.metrics.history, self.evaluator.samples)
         if is_finished:

@@ -13,8 +13,7 @@ from cogfast.model.config import TransformerConfig
 from cogfast.train.keys import TrainKeys
 from cogfast.train.video_size import bucket_sizes, sampled_size
 
-_AXES = ("model_parallel_size", "context_parallel_size", "sequence_parallel")
-_TENSOR, _CONTEXT, _ROWS = map(TrainKeys.key, _AXES)
+_TENSOR, _CONTEXT = map(TrainKeys.key, ("model_parallel_size", "context_parallel_size"))
 
 
 def check_mesh(
@@ -56,16 +55,16 @@ def check_mesh(
     if not args.sequence_parallel:
         return
     if tensor == 1:
-        text = f"{_ROWS}=true splits rows between tensor-parallel ranks, but {_TENSOR}=1; set that to 2"
-        raise KeyProblem(_ROWS, f"{text} or more, or sequence_parallel to false")
+        text = f" splits rows between tensor-parallel ranks, but {_TENSOR}=1; set that to 2 or more, or"
+        raise args.refusal("sequence_parallel", f"{text} sequence_parallel to false")
     sizes = bucket_sizes(data, model)
     if not sizes and "video_size" in data:
         sizes = [sampled_size(data, model)]
     for tokens in (size.num_tokens(model) for size in sizes):
         if tokens % (tensor * context):
-            text = f"{_ROWS}=true splits {tokens} text and video tokens between {tensor * context} ranks "
-            text += f"({_TENSOR}={tensor}, {_CONTEXT}={context}), which does not divide them; use "
-            raise KeyProblem(_ROWS, f"{text}sizes that do, another video size, or {_ROWS}=false")
+            text = f" splits {tokens} text and video tokens between {tensor * context} ranks ({_TENSOR}={tensor}, "
+            text += f"{_CONTEXT}={context}), which does not divide them; use sizes that do, another video size, or "
+            raise args.refusal("sequence_parallel", f"{text}args.sequence_parallel=false")
 
 
 def check_global_batch(

@@ -76,17 +76,10 @@ def missing_frozen(frozen: FrozenParts) -> Iterator[tuple[str, str]]:
 def try_optimizer(args: TrainKeys, section: Mapping[str, Any], allow_import: Sequence[str]) -> None:
     """Build the optimizer of DeepSpeed's section; KeyProblem if that fails."""
     # One element stands for the model, which is too large to build here.
-    weight = nn.Parameter(torch.zeros(1, 1))
-    build = partial(
-        build_optimizer,
-        section.get("optimizer") or {},
-        [{"params": [weight]}],
-        allow_import=allow_import,
-        moments=args.optimizer_moments,
-        ema_device=args.ema_device,
-        lr=args.lr,
-    )
-    try_build(OPTIMIZER, build)
+    groups: list[dict] = [{"params": [nn.Parameter(torch.zeros(1, 1))]}]
+    given = section.get("optimizer") or {}, groups, args.kernels, allow_import
+    state = args.optimizer_moments, args.ema_device, args.lr
+    try_build(OPTIMIZER, partial(build_optimizer, *given, *state))
 
 
 def try_diffusion(*parts: Component | None) -> None:
