@@ -365,8 +365,8 @@ def _fit(value: object, annotation: object, key: str) -> object:
     kind = next((o for o in options if isinstance(o, type) and dataclasses.is_dataclass(o)), None)
     if kind is None or not isinstance(value, Mapping):
         validated(value, annotation, key)
-        is_tuple = get_origin(annotation) is tuple and isinstance(value, list | tuple)
-        return tuple(value) if is_tuple else value
+        is_of_tuple = get_origin(annotation) is tuple
+        return tuple(value) if is_of_tuple and isinstance(value, list | tuple) else value
     hints = hints_of(kind)
     check_keys(value, [one.name for one in dataclasses.fields(kind)], key)
     fields = {k: _fit(v, hints[k], join(key, k)) for k, v in value.items()}

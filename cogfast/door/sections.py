@@ -280,7 +280,7 @@ def _check_optimizer(
     for name in _NUMBERS:  # torch accepts text here and fails later
         if name in params:
             validated(params[name], float, f"{where}.params.{name}")
-    target = OWN_OPTIMIZERS.get(kind.lower(), kind)
+    target: str = OWN_OPTIMIZERS.get(kind.lower(), kind)
     # DeepSpeed takes its own names in any case, such as AdamW and adamw.
     if kind.lower() in ("adam", "adamw"):
         target = "torch.optim.AdamW"
