@@ -254,7 +254,12 @@ def assemble_datasets(
     build = partial(_dataset, data, find_once=find_once, inputs=inputs, is_masked=is_masked)
     whole = build(args.key("train_data"), args.train_data)
     if args.train_data_weights is not None:
-        whole = _weighed(whole, args.train_data_weights)
+        if not isinstance(whole, CaptionedVideos):
+            raise ValueError(
+                f"args.train_data_weights={args.train_data_weights}: {type(whole).__name__} does not report the "
+                "sources of its samples; remove the key"
+            )
+        whole = whole.with_source_weights(args.train_data_weights)
     train, valid = whole, None
     if isinstance(whole, CaptionedVideos) and whole.clips.splits is not None:
         # Rows of split test are in neither part.
@@ -377,15 +382,6 @@ def check_prior(
         f"args.train_data: {having} prior: true, whose target is the model without its adapters, but this "
         "run trains other weights than LoRA's; set args.lora_rank=64 (or another rank), or remove column prior"
     )
-
-
-def _weighed(dataset: SizedDataset, weights: Sequence[float]) -> SizedDataset:
-    if not isinstance(dataset, CaptionedVideos):
-        raise ValueError(
-            f"args.train_data_weights={list(weights)}: {type(dataset).__name__} does not report the "
-            "sources of its samples; remove the key"
-        )
-    return dataset.with_source_weights(weights)
 
 
 def _part(dataset: SizedDataset, indices: Sequence[int]) -> SizedDataset:

@@ -109,13 +109,16 @@ class Trainer:
                     self._save(stop.is_stopping)
                 batches.share_bad()
                 # After the save: a run that is killed meanwhile keeps its last step.
-                if self._is_end_evaluated() and not stop.is_stopping:
+                is_last = self.step >= self.num_steps and not self._is_due(args.eval_interval)
+                if args.eval_at_end and is_last and not stop.is_stopping:
                     self._evaluate(stop)
                 if not stop.is_stopping:
                     self.scores.wait(lambda: stop.is_asked)
                     if args.keep_best is not None:
                         self.writer.prune()
-            if args.push_to_hub is not None and groups.is_main and self._is_complete(stop):
+            is_saved = self.writer.saved == self.writer.path(self.step)
+            is_complete = is_saved and self.step == self.num_steps and not stop.is_stopping
+            if args.push_to_hub is not None and groups.is_main and is_complete:
                 thread = push(self.writer.path(self.step), args.push_to_hub)
                 while thread.is_alive() and not stop.is_asked:
                     thread.join(0.2)
@@ -294,17 +297,6 @@ class Trainer:
         if self.evaluator.sampled_step == self.step:
             self.scores.add(self.step)
         self.parts.uploads.ask()
-
-    def _is_complete(self, stop: StopRequest) -> bool:
-        """Return whether the last step is trained and saved. Call it when the writer has ended."""
-        path, is_last = self.writer.path(self.step), self.step == self.num_steps
-        is_saved = self.writer.saved_step == self.step and self.writer.saved == path
-        return is_last and is_saved and not stop.is_stopping
-
-    def _is_end_evaluated(self) -> bool:
-        """Return whether args.eval_at_end asks for an evaluation that eval_interval has not made."""
-        is_last = self.step >= self.num_steps and not self._is_due(self.args.eval_interval)
-        return self.args.eval_at_end and is_last
 
     def _save(self, is_stopping: bool = False) -> None:
         """Start writing a checkpoint. If that fails, training continues without it. is_stopping: a

@@ -48,7 +48,6 @@ from cogfast.model.weights.load import check_depth_and_width, check_family, fitt
 from cogfast.model.weights.open import open_source
 from cogfast.train.assembly import build_on_meta, video_data
 from cogfast.train.checkpoint.write import frozen_to_keep
-from cogfast.train.frozen_encoders import FrozenParts
 from cogfast.train.keys import TrainKeys
 from cogfast.train.preflight.attention_choice import check_attention
 from cogfast.train.preflight.compilers import check_compilers, check_fp8
@@ -96,18 +95,18 @@ def _check_name(args: TrainKeys) -> None:
         raise args.problem("experiment_name", f"{text}; args.save sets the folder above it")
 
 
-def _check_run_folder(
-    args: TrainKeys, sections: Mapping[str, Mapping], origins: Mapping[str, str]
-) -> None:
+def _check_run_folder(run: Run) -> None:
     """Check what can be checked before clips are encoded, which may take hours (args.encode_first)."""
+    args = run.args
     try:
         check_creatable(args)
         is_left_out = args.run_folder is None or is_url(args.run_folder)
         checkpoint = None if is_left_out else resumed_in_run_folder(args)
         if checkpoint is not None and adapters_to_resume(checkpoint) is None:
             manifest = read_manifest(checkpoint, RESUMABLE)
-            fitted, _ = fit_rates(origins, args, sys.maxsize, manifest)
-            now = {**sections, "args": {**sections["args"], "warmup_steps": fitted.warmup_steps}}
+            fitted, _ = fit_rates(run.origins, args, sys.maxsize, manifest)
+            own = {**run.sections["args"], "warmup_steps": fitted.warmup_steps}
+            now = {**run.sections, "args": own}
             # Global batch and trainer of this run are not known yet: they are compared when it starts.
             known = manifest["global_batch"], manifest.get("classes", {})
             check_changes(checkpoint, manifest, now, *known)
@@ -167,10 +166,9 @@ def check_train(run: Run, world_size: int | None = None) -> None:
     _require(run.sections["model"], "network_config", "denoiser_config", "loss_fn_config")
     _require_data(run.data)
     # All at once: a user with four wrong paths should not start four times.
-    missing = _missing_paths(args, run.data, run.frozen)
-    _refuse_missing(run.origins, _placeholders(run.sections), missing)
+    _refuse_missing(run.origins, _placeholders(run.sections), _missing_paths(run))
     _check_name(args)
-    _check_run_folder(args, run.sections, run.origins)
+    _check_run_folder(run)
     _check_steps(args)
     if model.input_key != "mp4":
         raise model.refusal("input_key", " must be mp4, the key of the videos in a batch")
@@ -208,7 +206,7 @@ def check_train(run: Run, world_size: int | None = None) -> None:
     _check_base(args, network)
     _check_data(run)
     check_sparse(args, sizes, data, is_training=True)
-    _check_evaluation(args, model, run.data, run.sampler)
+    _check_evaluation(run)
     try_diffusion(run.denoiser, run.loss, run.sampler)
     try_optimizer(args, run.deepspeed, run.allow_import)
     num_steps = args.train_iters or sys.maxsize  # steps of epochs are known only with the data
@@ -217,7 +215,7 @@ def check_train(run: Run, world_size: int | None = None) -> None:
         key = f"{LORA_KEY}.lora_alpha"
         text = f"{key}=0 makes the adapters' output and all their gradients 0; set args.lora_alpha"
         raise KeyProblem(key, f"{text} to the rank, {sizes.lora_rank}")
-    _check_adapters(args, sizes, run.origins)
+    _check_adapters(run)
 
 
 @names_origins
@@ -232,7 +230,7 @@ def check_cache(run: Run) -> None:
         own = select(stored.get("args", ({}, ""))[0], "latent_cache") or "PATH"
         fix = f"set it to the folder that the latents are written to: args.latent_cache={own}"
         raise ValueError(f"args.latent_cache is missing; {fix}")
-    _refuse_missing(run.origins, _missing_paths(args, run.data, run.frozen))
+    _refuse_missing(run.origins, _missing_paths(run))
     _check_precision(args)
     _check_network(run)
     _check_pipeline(args, run.model, run.fields)
@@ -254,7 +252,7 @@ def check_sample(run: Run, weights: str | None = None, given: Sequence[str] = ()
                 "args.force_inference=true samples with random weights"
             )
         _check_network(run)
-        _check_adapters(args, run.network.config, run.origins)
+        _check_adapters(run)
     _check_precision(args)
     check_compilers(args, is_training=False)
     try_diffusion(run.denoiser, run.loss, run.sampler)
@@ -303,19 +301,17 @@ def _placeholders(sections: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
                 yield key, text + more.get(key, of_model * (name == "model"))
 
 
-def _missing_paths(
-    args: TrainKeys, data: Component | None, frozen: FrozenParts
-) -> list[tuple[str, str]]:
+def _missing_paths(run: Run) -> list[tuple[str, str]]:
     """Return (key, text) for each missing file or folder that training reads."""
+    args, videos = run.args, video_data(run.data)
     missing = list(_missing_files(args, _WEIGHTS | _RUN_FILES))
-    videos = video_data(data)
     if videos is not None:
         # If nothing is evaluated, valid_data is not read and need not exist.
         for name in ["train_data", *(["valid_data"] if args.has_evaluation else [])]:
             for source in getattr(args, name):
                 text = videos.missing_source(f"args.{name}", source)
                 missing += [] if text is None else [(f"args.{name}", text)]
-        missing += missing_frozen(frozen)
+        missing += missing_frozen(run.frozen)
     if args.has_evaluation:
         missing += _missing_files(args, _EVALUATION_FILES)
     return missing
@@ -352,10 +348,9 @@ def _missing_files(args: TrainKeys, keys: Mapping[str, str]) -> Iterator[tuple[s
             yield key, f"{key}={cut(path, 160)} does not exist{near or f'; set it to {fix}'}"
 
 
-def _check_adapters(
-    args: TrainKeys, network: TransformerConfig, origins: Mapping[str, str]
-) -> None:
-    if find_origin(origins, f"{LORA_KEY}.lora_alpha") == DEFAULT and args.resume is None:
+def _check_adapters(run: Run) -> None:
+    args, network = run.args, run.network.config
+    if find_origin(run.origins, f"{LORA_KEY}.lora_alpha") == DEFAULT and args.resume is None:
         # The rank stands for an alpha that is not stated.
         is_other = network.lora_rank and network.lora_alpha != SAT_ALPHA
         for name in ("load", "load_lora"):
@@ -479,18 +474,17 @@ def _check_data(run: Run) -> None:
         raise args.refusal("latent_cache", f"{text}video files, or set args.latent_cache=null")
 
 
-def _check_evaluation(
-    args: TrainKeys, model: ModelKeys, data: Component | None, sampler: Component | None
-) -> None:
+def _check_evaluation(run: Run) -> None:
     """Check the prompts and images that evaluations sample, and read every image once.
 
     Without evaluations they are not used, and not checked.
     """
-    check_scores(args, data)
+    args = run.args
+    check_scores(args, run.data)
     if not args.has_evaluation:
         return
-    if sampler is not None:
-        check_negative_prompt(args.negative_prompt, sampler)
+    if run.sampler is not None:
+        check_negative_prompt(args.negative_prompt, run.sampler)
     if args.eval_prompt_file is not None and args.eval_prompts:
         key = args.key("eval_prompt_file")
         text = f"{key}={brief(args.eval_prompt_file)} and args.eval_prompts are both set"
@@ -499,7 +493,7 @@ def _check_evaluation(
     try:
         # Reads the files once more than the evaluation does, which is cheap, and reports before it.
         images = [prompt.image for prompt in given_prompts(args) if prompt.image is not None]
-        if images and "image" not in model.inputs:
+        if images and "image" not in run.model.inputs:
             text = f"has the image {images[0]}, but a text-to-video model does not use images"
             raise ValueError(f"{name}={getattr(args, name[5:])} {text}; leave them out")
         for image in images:
