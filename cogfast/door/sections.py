@@ -276,11 +276,11 @@ def _check_optimizer(
     section: Mapping, allow_import: tuple[str, ...], unused: dict[str, str]
 ) -> None:
     where = "deepspeed.optimizer"
-    kind, params = section["type"], section.get("params") or {}
+    kind, params = str(section["type"]), section.get("params") or {}
     for name in _NUMBERS:  # torch accepts text here and fails later
         if name in params:
             validated(params[name], float, f"{where}.params.{name}")
-    target: str = OWN_OPTIMIZERS.get(kind.lower(), kind)
+    target = OWN_OPTIMIZERS.get(kind.lower(), kind)
     # DeepSpeed takes its own names in any case, such as AdamW and adamw.
     if kind.lower() in ("adam", "adamw"):
         target = "torch.optim.AdamW"
