@@ -21,7 +21,7 @@ import typing
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Annotated, Any, TypeGuard, get_args, get_origin
 
-from omegaconf import DictConfig, ListConfig
+from omegaconf import DictConfig
 
 from cogfast.config.sat_classes import NETWORKS, TARGETS, SatClass
 from cogfast.config.yaml_files import to_dict
@@ -182,29 +182,31 @@ SET_BY_CODE = ("dtype", "device", "inner", "state", "params", "kernels", "args",
 _BESIDE_TARGET = ("is_trainable", "input_key", "ucg_rate")
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Argument:
-    """A constructor argument: its value (possibly a component node) and its dotted key."""
-
-    value: Any
-    key: str
-
-
 def component_of(
     node: Mapping,
     allow_import: Sequence[str] = (),
     where: str = "",
     given: Collection[str] | None = (),
+    unused: dict[str, str] | None = None,
 ) -> Component:
-    """Return what a `{target, params}` node describes, with the components inside it.
+    """Return what a `{target, params}` node describes, with the components inside it, after checking all.
 
     where: the node's dotted key, for messages. given: arguments that `build` gets; None allows missing ones.
+    unused: receives keys that are accepted but not used, with the reasons.
     """
-    target, arguments = _arguments(node, where, allow_import, given, {})
-    inner = {name: _nested(a.value, a.key, allow_import) for name, a in arguments.items()}
-    params = to_dict(node).get("params") if isinstance(node, DictConfig) else node.get("params")
+    node = to_dict(node) if isinstance(node, DictConfig) else node
+    unused = {} if unused is None else unused
+    target, found = _arguments(node, where, allow_import, given, unused)
+    arguments = {}
+    for name, (value, key) in found.items():
+        inner = [
+            component_of(one, allow_import, at, unused=unused)
+            for one, at in _components(value, key)
+        ]
+        arguments[name] = (inner[0] if is_component(value) else inner) if inner else value
+    params = node.get("params") or {}
     return Component(
-        kind=target, arguments=inner, key=where, target=node["target"], params=params or {}
+        kind=target, arguments=arguments, key=where, target=node["target"], params=params
     )
 
 
@@ -220,8 +222,9 @@ def instantiate(
 
 def resolve(node: Mapping, allow_import: Sequence[str] = ()) -> tuple[Callable, dict[str, Any]]:
     """Return a node's callable and its checked arguments. Nested components stay nodes."""
+    node = to_dict(node) if isinstance(node, DictConfig) else node
     target, arguments = _arguments(node, "", allow_import, None, {})
-    return target, {name: argument.value for name, argument in arguments.items()}
+    return target, {name: value for name, (value, _) in arguments.items()}
 
 
 def with_defaults(node: Any, where: str, origins: dict[str, str]) -> Any:
@@ -239,26 +242,8 @@ def with_defaults(node: Any, where: str, origins: dict[str, str]) -> Any:
     return found
 
 
-def check_component(
-    node: object,
-    where: str,
-    allow_import: Sequence[str],
-    unused: dict[str, str],
-    given: Collection[str] | None = (),
-) -> None:
-    """Check a component and all components inside it.
-
-    where: its dotted key. given: arguments that the caller will add; None allows missing arguments.
-    unused: receives keys that are accepted but not used, with the reasons.
-    """
-    _, arguments = _arguments(node, where, allow_import, given, unused)
-    for argument in arguments.values():
-        for component, key in _components(argument.value, argument.key):
-            check_component(component, key, allow_import, unused)
-
-
 def is_component(node: object) -> TypeGuard[Mapping]:
-    return isinstance(node, Mapping | DictConfig) and "target" in node
+    return isinstance(node, Mapping) and "target" in node
 
 
 def import_target(
@@ -314,31 +299,31 @@ def _arguments(
     allow_import: Sequence[str],
     given: Collection[str] | None,
     unused: dict[str, str],
-) -> tuple[Callable, dict[str, Argument]]:
-    """Return a node's callable and its arguments, with SAT's names translated to cogfast's."""
-    if isinstance(node, DictConfig):
-        node = to_dict(node)
+) -> tuple[Callable, dict[str, tuple[Any, str]]]:
+    """Return a node's callable and its arguments with their dotted keys, under cogfast's names."""
     if not isinstance(node, Mapping) or not isinstance(node.get("target"), str):
         text = f"{where or 'component'} must be a mapping with target and params"
         if where == "model.network_config":
             text += "; give the model's file first: --base cogvideox_5b.yaml control.yaml sft.yaml"
         raise KeyProblem(where, text)
     check_keys(node, ("target", "params", *_BESIDE_TARGET), where)
-    path, key = node["target"], join(where, "target")
-    where_params = join(where, "params")
+    path, where_target, where_params = node["target"], join(where, "target"), join(where, "params")
     params = check_mapping(where_params, node.get("params"))
-    sat = TARGETS.get(path)
-    target = import_target(path, key, allow_import, place_of(where))
-    if sat:
-        params = _translate(sat, params, where_params, path, unused)
-    parameters = _parameters(target)
-    hints = hints_of(target)
-    arguments: dict[str, Argument] = {}
+    target = import_target(path, where_target, allow_import, place_of(where))
+    if path in TARGETS:
+        try:
+            params = TARGETS[path].translate(params, where_params, path, unused)
+        except KeyProblem:
+            raise
+        except ValueError as error:  # raised without a key
+            raise KeyProblem(where_params, f"{where_params}: {error}") from None
+    parameters, hints = _parameters(target), hints_of(target)
+    takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    arguments: dict[str, tuple[Any, str]] = {}
     for given_name, value in params.items():
         name, key = given_name, join(where_params, given_name)
         if name not in parameters and name.endswith("_config"):
             name = name.removesuffix("_config")
-        takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
         if name not in parameters and not takes_any:
             if where == "data" and (other := data_set_with(given_name, key)):
                 text = f"unknown key {key}; {other} has it: set data.target to that"
@@ -348,25 +333,23 @@ def _arguments(
         if name in (given or ()):
             raise KeyProblem(key, f"{key} is set by the trainer itself; remove it")
         if name in arguments:
-            raise KeyProblem(key, f"{key} and {arguments[name].key} both set {name}")
-        arguments[name] = Argument(_fit(value, hints.get(name, Any), key), key)
-    if given is not None:
-        for name in given:
-            takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
-            if name not in parameters and not takes_all:
-                key = join(where, "target")
-                raise KeyProblem(key, f"{key}={path} must accept the argument {name}")
-        _require(target, parameters, {*arguments, *given}, where_params)
+            raise KeyProblem(key, f"{key} and {arguments[name][1]} both set {name}")
+        arguments[name] = _fit(value, hints.get(name, Any), key), key
+    if given is None:
+        return target, arguments
+    for name in given:
+        if name not in parameters and not takes_any:
+            text = f"{where_target}={path} must accept the argument {name}"
+            raise KeyProblem(where_target, text)
+    for name, one in parameters.items():
+        is_optional = one.default is not one.empty or one.kind in (
+            one.VAR_POSITIONAL,
+            one.VAR_KEYWORD,
+        )
+        if not is_optional and name not in {*arguments, *given}:
+            text = f"{join(where_params, name)} is missing; {target.__name__} needs it"
+            raise KeyProblem(where_params, text)
     return target, arguments
-
-
-def _translate(sat: SatClass, params: Mapping, where: str, path: str, unused: dict) -> dict:
-    try:
-        return sat.translate(params, where, path, unused)
-    except KeyProblem:
-        raise
-    except ValueError as error:  # raised without a key
-        raise KeyProblem(where, f"{where}: {error}") from None
 
 
 def _fit(value: object, annotation: object, key: str) -> object:
@@ -375,58 +358,31 @@ def _fit(value: object, annotation: object, key: str) -> object:
     options = get_args(annotation) if is_union else (annotation,)
     if any(dict in (o, get_origin(o)) or Mapping in (o, get_origin(o)) for o in options):
         return value  # the constructor takes the mapping as it is, even if it has a target
-    if _components(value, key) and not all(_is_plain(option) for option in options):
+    is_plain = all(o in _PLAIN or get_origin(o) is Annotated for o in options)
+    # The translation of SAT's params builds dataclasses.
+    if dataclasses.is_dataclass(value) or (_components(value, key) and not is_plain):
         return value
-    if dataclasses.is_dataclass(value):  # built by the translation of SAT's params
-        return value
-    if not (isinstance(value, Mapping) and any(map(dataclasses.is_dataclass, options))):
+    kind = next((o for o in options if isinstance(o, type) and dataclasses.is_dataclass(o)), None)
+    if kind is None or not isinstance(value, Mapping):
         validated(value, annotation, key)
-    for option in options:
-        if (
-            isinstance(option, type)
-            and dataclasses.is_dataclass(option)
-            and isinstance(value, Mapping)
-        ):
-            hints = hints_of(option)
-            check_keys(value, [one.name for one in dataclasses.fields(option)], key)
-            fields = {k: _fit(v, hints[k], join(key, k)) for k, v in value.items()}
-            try:
-                return option(**fields)
-            except ValueError as error:  # about a combination of fields
-                # In SAT's network_config the fields of the argument `config` are params themselves.
-                where = key.removesuffix(".config")
-                raise KeyProblem(where, f"{where}: {error}") from None
-    if get_origin(annotation) is tuple and isinstance(value, list | tuple):
-        return tuple(value)
-    return value
-
-
-def _is_plain(annotation: object) -> bool:
-    return annotation in _PLAIN or get_origin(annotation) is Annotated
-
-
-def _require(target: Callable, parameters: Mapping, have: set[str], where: str) -> None:
-    for name, parameter in parameters.items():
-        optional = parameter.default is not parameter.empty
-        if optional or parameter.kind in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL):
-            continue
-        if name not in have:
-            raise KeyProblem(where, f"{join(where, name)} is missing; {target.__name__} needs it")
-
-
-def _nested(value: object, key: str, allow_import: Sequence[str]) -> object:
-    """Return an argument's value, in which nodes are components."""
-    found = [component_of(node, allow_import, where) for node, where in _components(value, key)]
-    if not found:
-        return value
-    return found[0] if is_component(value) else found
+        is_of_tuple = get_origin(annotation) is tuple
+        return tuple(value) if is_of_tuple and isinstance(value, list | tuple) else value
+    hints = hints_of(kind)
+    check_keys(value, [one.name for one in dataclasses.fields(kind)], key)
+    fields = {k: _fit(v, hints[k], join(key, k)) for k, v in value.items()}
+    try:
+        return kind(**fields)
+    except ValueError as error:  # about a combination of fields
+        # In SAT's network_config the fields of the argument `config` are params themselves.
+        where = key.removesuffix(".config")
+        raise KeyProblem(where, f"{where}: {error}") from None
 
 
 def _components(value: object, key: str) -> list[tuple[Any, str]]:
     """Return the components that a value is or lists, with their dotted keys."""
     if is_component(value):
         return [(value, key)]
-    if isinstance(value, list | ListConfig) and value and all(is_component(v) for v in value):
+    if isinstance(value, list) and value and all(map(is_component, value)):
         return [(item, f"{key}[{i}]") for i, item in enumerate(value)]
     return []
 
@@ -456,16 +412,11 @@ def hints_of(target: Callable) -> Mapping[str, Any]:
         return {}
 
 
-def takes_component(annotation: object) -> bool:
-    """Whether a value of this annotation is built from target and params."""
-    return is_component_schema(json_schema(annotation))
-
-
 def _known_names(parameters: Mapping, hints: Mapping, params: Mapping) -> list[str]:
     """Return the keys to suggest, as `foo_config` (SAT's spelling) where a component is expected."""
     names = []
     for name in parameters:
-        is_built = takes_component(hints.get(name, Any)) and name not in params
+        is_built = is_component_schema(json_schema(hints.get(name, Any))) and name not in params
         if f"{name}_config" in params or is_built:
             name = f"{name}_config"
         if name not in ("args", "kwargs", "self"):

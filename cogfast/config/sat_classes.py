@@ -14,9 +14,14 @@ from cogfast.config.sat_unused import why_unused
 from cogfast.core.values import KeyProblem, join, show
 
 _DIFFUSION = "sgm.modules.diffusionmodules"
-_SCHEDULES = "cogfast.diffusion.noise_schedule"
-_SAMPLERS = "cogfast.diffusion.sampler"
-_GUIDERS = "cogfast.diffusion.guidance"
+# Module below _DIFFUSION -> cogfast's module, and the classes that both have with the same params
+_SAME = {
+    "denoiser_scaling": ("denoiser", "VideoScaling"),
+    "discretizer": ("noise_schedule", "ZeroSNRDDPMDiscretization"),
+    "sampling": ("sampler", "VPSDEDPMPP2MSampler VPODEDPMPP2MSampler VideoDDIMSampler"),
+    "guiders": ("guidance", "VanillaCFG DynamicCFG IdentityGuider"),
+    "sampling_utils": ("guidance", "NoDynamicThresholding StaticThresholding"),
+}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -82,18 +87,16 @@ def _shard_arguments(
     """Translate the params of SAT's VideoDataset, which streams shards; cogfast reads them by index."""
     kept: dict[str, object] = {}
     for name, value in params.items():
-        key = join(where, name)
+        key, own = join(where, name), _RENAMED.get(name, name)
         if name in ("path", "include_dirs"):
             text = f"{key}={show(value)}: args.train_data lists the shards; move it there"
             raise KeyProblem(key, text)
         if name in _STREAM_ONLY:
             unused[key] = _STREAM_ONLY[name]
-        elif _RENAMED.get(name, name) in kept:
-            raise KeyProblem(
-                key, f"{key}: {_RENAMED.get(name, name)} means the same; remove one of them"
-            )
+        elif own in kept:
+            raise KeyProblem(key, f"{key}: {own} means the same; remove one of them")
         else:
-            kept[_RENAMED.get(name, name)] = value
+            kept[own] = value
     return kept
 
 
@@ -106,12 +109,6 @@ TARGETS: dict[str, SatClass] = {
     ),
     f"{_DIFFUSION}.denoiser.DiscreteDenoiser": _DENOISER,
     "cogfast.diffusion.denoiser.DiscreteDenoiser": _DENOISER,
-    f"{_DIFFUSION}.denoiser_scaling.VideoScaling": SatClass(
-        path="cogfast.diffusion.denoiser.VideoScaling"
-    ),
-    f"{_DIFFUSION}.discretizer.ZeroSNRDDPMDiscretization": SatClass(
-        path=f"{_SCHEDULES}.ZeroSNRDDPMDiscretization"
-    ),
     f"{_DIFFUSION}.sigma_sampling.DiscreteSampling": SatClass(
         path="cogfast.diffusion.timestep_sampling.DiscreteSampling", only=_TABLE
     ),
@@ -120,16 +117,9 @@ TARGETS: dict[str, SatClass] = {
         only={"block_scale": None, "block_size": None},
     ),
     **{
-        f"{_DIFFUSION}.sampling.{name}": SatClass(path=f"{_SAMPLERS}.{name}")
-        for name in ("VPSDEDPMPP2MSampler", "VPODEDPMPP2MSampler", "VideoDDIMSampler")
-    },
-    **{
-        f"{_DIFFUSION}.guiders.{name}": SatClass(path=f"{_GUIDERS}.{name}")
-        for name in ("VanillaCFG", "DynamicCFG", "IdentityGuider")
-    },
-    **{
-        f"{_DIFFUSION}.sampling_utils.{name}": SatClass(path=f"{_GUIDERS}.{name}")
-        for name in ("NoDynamicThresholding", "StaticThresholding")
+        f"{_DIFFUSION}.{module}.{name}": SatClass(path=f"cogfast.diffusion.{own}.{name}")
+        for module, (own, names) in _SAME.items()
+        for name in names.split()
     },
     "vae_modules.autoencoder.VideoAutoencoderInferenceWrapper": _AUTOENCODER,
     "vae_modules.autoencoder.VideoAutoencodingEngine": _AUTOENCODER,

@@ -14,10 +14,10 @@ from cogfast.core.values import (
     KeyProblem,
     Model,
     Range,
+    check_keys,
     check_mapping,
     join,
     show,
-    unknown_key,
     validated,
 )
 
@@ -293,18 +293,14 @@ def transformer_arguments(
     fields.pop("checkpoint_activations", None)  # the trainer's: args.activation_checkpointing
     where_modules = join(where, "modules")
     modules = check_mapping(where_modules, params.get("modules"))
-    for name in modules:
-        if name not in _MODULES:
-            raise unknown_key(where_modules, name, _MODULES)
+    check_keys(modules, _MODULES, where_modules)
     _require(modules, _MODULES[:-1], where_modules)  # lora_config, the last, is optional
-    fields |= _position(fields, modules["pos_embed_config"], where_modules, unused)
-    patch = _module(modules, "patch_embed_config", [PATCH_EMBED], where_modules)
-    fields |= _read(patch, PatchParams, join(where_modules, "patch_embed_config.params"), unused)
-    adaln = _module(modules, "adaln_layer_config", [ADALN], where_modules)
-    where_adaln = join(where_modules, "adaln_layer_config.params")
-    fields["qk_norm"] = _read(adaln, AdalnParams, where_adaln, unused).get("qk_ln", True)
-    final = _module(modules, "final_layer_config", [FINAL_LAYER], where_modules)
-    _read(final, NoParams, join(where_modules, "final_layer_config.params"), unused)
+    fields |= _position(fields, modules, where_modules, unused)
+    of = where_modules, unused
+    fields |= _module(modules, "patch_embed_config", {PATCH_EMBED: PatchParams}, *of)
+    adaln = _module(modules, "adaln_layer_config", {ADALN: AdalnParams}, *of)
+    fields["qk_norm"] = adaln.get("qk_ln", True)
+    _module(modules, "final_layer_config", {FINAL_LAYER: NoParams}, *of)
     if modules.get("lora_config") is not None:
         fields |= _lora(modules, where_modules, unused)
     return fields
@@ -318,15 +314,14 @@ def network_arguments(params: Mapping, where: str, unused: dict[str, str]) -> di
     return {"config": transformer_arguments(params, where, unused)}
 
 
-def _position(fields: dict, node: Any, where: str, unused: dict[str, str]) -> dict[str, Any]:
+def _position(fields: dict, modules: Mapping, where: str, unused: dict[str, str]) -> dict[str, Any]:
     """Return the position fields. `fields` already holds interpolations set beside num_frames."""
-    key = join(where, "pos_embed_config")
-    targets = (POSITION_SINCOS, POSITION_ROTARY)
-    params = _module({"pos_embed_config": node}, "pos_embed_config", targets, where)
-    where_params = join(key, "params")
+    kinds = {POSITION_SINCOS: SincosParams, POSITION_ROTARY: RotaryParams}
+    own: dict[str, str] = {}  # unused keys of the module, which come after those of the network
+    found = _module(modules, "pos_embed_config", kinds, where, own)
+    where_params = join(where, "pos_embed_config.params")
     head_width = fields["hidden_size"] // fields["num_attention_heads"]
-    if node["target"] == POSITION_SINCOS:
-        found = _read(params, SincosParams, where_params, unused)
+    if modules["pos_embed_config"]["target"] == POSITION_SINCOS:
         for name in _INTERPOLATIONS:
             if name in found and fields.get(name, found[name]) != found[name]:
                 raise KeyProblem(
@@ -340,7 +335,7 @@ def _position(fields: dict, node: Any, where: str, unused: dict[str, str]) -> di
             outer = where.removesuffix(".modules")
             why = why_unused(f"Rotary3DPositionEmbeddingMixin.{name}")
             unused[join(outer, name)] = why or ""
-    found = _read(params, RotaryParams, where_params, unused, "Rotary3DPositionEmbeddingMixin")
+    unused |= own
     if found["hidden_size_head"] != head_width:
         raise KeyProblem(
             join(where_params, "hidden_size_head"),
@@ -373,11 +368,9 @@ def lora_text(rank: int, alpha: float, targets: Collection[str]) -> str:
 
 
 def _lora(modules: Mapping, where: str, unused: dict[str, str]) -> dict[str, Any]:
-    params = _module(modules, "lora_config", [LORA], where)
-    where_params = join(where, "lora_config.params")
-    found = _read(params, LoraParams, where_params, unused, "LoraMixin")
+    found = _module(modules, "lora_config", {LORA: LoraParams}, where, unused)
     layers = found.get("layer_range")
-    key = join(where_params, "target_modules")
+    key = join(where, "lora_config.params.target_modules")
     targets = found.get("target_modules", ["query_key_value", "dense"])
     return {
         "lora_targets": lora_targets(key, targets),
@@ -400,15 +393,14 @@ def autoencoder_arguments(params: Mapping, where: str, unused: dict[str, str]) -
     for name, target in zip(nested[:2], ("Encoder3D", "Decoder3D"), strict=True):
         homes = "vae_modules", "sgm.modules"
         paths = [f"{home}.cp_enc_dec.ContextParallel{target}" for home in homes]
-        coder = _module(params, name, paths, where)
-        where_coder = join(where, f"{name}.params")
-        arguments[name] = _read(coder, CoderParams, where_coder, unused, "encoder_config")
+        kinds = dict.fromkeys(paths, CoderParams)
+        arguments[name] = _module(params, name, kinds, where, unused, "encoder_config")
     autoencoder_sizes(arguments["encoder_config"], arguments["decoder_config"])
     if params.get("regularizer_config") is not None:
         last = REGULARIZER.rpartition(".")[2]
         regularizers = [REGULARIZER, f"sgm.modules.autoencoding.regularizers.{last}"]
-        chosen = _module(params, "regularizer_config", regularizers, where)
-        _read(chosen, _RegularizerParams, join(where, "regularizer_config.params"), unused)
+        kinds = dict.fromkeys(regularizers, _RegularizerParams)
+        _module(params, "regularizer_config", kinds, where, unused)
     return arguments
 
 
@@ -442,8 +434,18 @@ def autoencoder_sizes(encoder: Mapping[str, Any], decoder: Mapping[str, Any]) ->
     }
 
 
-def _module(modules: Mapping, name: str, targets: Collection[str], where: str) -> Mapping[str, Any]:
-    """Return the params of a `{target, params}` node whose target must be one of `targets`."""
+def _module(
+    modules: Mapping,
+    name: str,
+    kinds: Mapping[str, type[Model]],
+    where: str,
+    unused: dict[str, str],
+    sat_class: str = "",
+) -> dict[str, Any]:
+    """Check a `{target, params}` node, and return the params that the file sets. kinds: {target: its params}.
+
+    unused: receives the keys of `sat_class`, or of the target, that are accepted without effect.
+    """
     node, key = modules[name], join(where, name)
     if not isinstance(node, Mapping) or "target" not in node:
         text = f"{key}={show(node)} must be a mapping with target and params"
@@ -452,17 +454,18 @@ def _module(modules: Mapping, name: str, targets: Collection[str], where: str) -
                 f"{key}.target is missing; set args.lora_rank=64 (or another rank), which sets it"
             )
         raise KeyProblem(key, text)
-    for part in node:
-        if part not in ("target", "params"):
-            raise unknown_key(key, part, ("target", "params"))
-    if node["target"] not in targets:
+    check_keys(node, ("target", "params"), key)
+    target, where_params = node["target"], join(key, "params")
+    if target not in [*kinds]:  # it may be a list, too
         key = join(key, "target")
-        raise KeyProblem(key, f"{key}={node['target']}: use {' or '.join(targets)}")
-    return check_mapping(join(key, "params"), node.get("params"))
+        raise KeyProblem(key, f"{key}={target}: use {' or '.join(kinds)}")
+    params = check_mapping(where_params, node.get("params"))
+    sat_class = sat_class or target.rpartition(".")[2]
+    return _read(params, kinds[target], where_params, unused, sat_class)
 
 
 def _read(
-    params: Mapping, kind: type[Model], where: str, unused: dict[str, str], sat_class: str = ""
+    params: Mapping, kind: type[Model], where: str, unused: dict[str, str], sat_class: str
 ) -> dict[str, Any]:
     """Check all params, and return those that the file sets.
 

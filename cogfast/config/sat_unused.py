@@ -58,19 +58,62 @@ TEXT_ENCODERS = "model.conditioner_config.params.emb_models"
 OPTIMIZER = "deepspeed.optimizer"
 NETWORK_KEY = f"{NETWORK}.params"
 LORA_KEY = f"{NETWORK_KEY}.modules.lora_config.params"
-_DECIDED_HERE = "the device and the launch decide this"
-_RNG = "random draws are functions of seed, step and sample, so there is no state to keep"
-_ONE_TABLE = "the merged configuration is always saved as training_config.yaml"
-_NOT_SAT_NETWORK = "a setting of SAT's other models; CogVideoX's network does not read it"
-_SAMPLERS = ("VPSDEDPMPP2MSampler", "VPODEDPMPP2MSampler", "VideoDDIMSampler")
-_VAE_FROZEN = "the autoencoder is frozen"
-_TORCH_CHECKPOINTING = "activations are checkpointed by torch, per block"
-
+_VAE = "VideoAutoencoderInferenceWrapper"
 _VAE_TRAINING = (
     "loss_config ema_decay monitor input_key optimizer_config lr_g_factor trainable_ae_params "
     "ae_optimizer_args disc_start_iter trainable_disc_params disc_optimizer_args diff_boost_factor "
     "image_video_weights only_train_decoder additional_decode_keys"
 )
+# Why keys have no effect -> "section.key" or "SatClass.param" of each of them
+_UNUSED = {
+    "random draws are functions of seed, step and sample, so there is no state to keep": "args.no_load_rng "
+    "args.no_save_rng",
+    "a resumed run always continues at its position in the data": "args.resume_dataloader",
+    "the device and the launch decide this": "args.device args.local_rank "
+    "transformer_args.use_gpu_initialization VPSDEDPMPP2MSampler.device VPODEDPMPP2MSampler.device "
+    "VideoDDIMSampler.device FrozenT5Embedder.device",
+    "training always goes through DeepSpeed": "args.deepspeed",
+    "nccl on GPUs, gloo on CPUs": "args.distributed_backend",
+    "a prompt@@image line gives an image, regardless of this key": "args.image2video",
+    "SAT's code does not read it": "args.debug args.log_image args.force_pretrain args.final_size "
+    "args.grid_num_rows args.lcm_steps args.input_dir",
+    "samples are decoded when they are needed; nothing is kept in blocks": "args.block_size",
+    "the merged configuration is always saved as training_config.yaml": "args.save_args",
+    "TensorBoard's files are in the run folder": "args.summary_dir",
+    "the network's out_channels decides this": "args.latent_channels",
+    "there is no test phase; put the folders into valid_data": "args.test_data",
+    "data sets are read by index": "args.iterable_dataset_eval",
+    "data sets are read by index, mixed in every batch": "args.batch_from_same_dataset",
+    "activations are checkpointed by torch, per block": "args.checkpoint_num_layers "
+    "args.checkpoint_skip_layers deepspeed.activation_checkpointing "
+    "transformer_args.checkpoint_num_layers transformer_args.checkpoint_skip_layers",
+    "captions are written beside every sample": "model.log_keys",
+    "the first stage runs in its own dtype, without autocast": "model.disable_first_stage_autocast",
+    "args.lr_schedule, lr_decay_style and warmup set the learning rate": "deepspeed.scheduler",
+    "checkpoints hold the exact fp32 weights": "deepspeed.zero_optimization.load_from_fp32_weights",
+    "read only with num_classes, which no CogVideoX has": "DiffusionTransformer.adm_in_channels",
+    "a setting of SAT's other models; CogVideoX's network does not read it": "DiffusionTransformer.parallel_output "
+    "DiffusionTransformer.zero_init_y_embed transformer_args.vocab_size "
+    "transformer_args.make_vocab_size_divisible_by transformer_args.parallel_output",
+    "the precision comes from the deepspeed section": "DiffusionTransformer.dtype",
+    "weights are initialized, then loaded": "transformer_args.skip_init",
+    "args.model_parallel_size decides this": "transformer_args.model_parallel_size",
+    "SAT's rotary table ignores it": "Rotary3DPositionEmbeddingMixin.height_interpolation "
+    "Rotary3DPositionEmbeddingMixin.width_interpolation "
+    "Rotary3DPositionEmbeddingMixin.time_interpolation",
+    "the network has no cross attention": "LoraMixin.cross_attention",
+    "the number of layers is the network's num_layers": "LoraMixin.layer_num",
+    "the loss's weight is 1 / (1 - alpha_bar), as in SAT's VideoDiffusionLoss, which ignores it": "DiscreteDenoiser.weighting_config",
+    "the network always gets the inputs that it needs": "VideoDiffusionLoss.batch2model_keys",
+    "progress is always shown": "VPSDEDPMPP2MSampler.verbose VPODEDPMPP2MSampler.verbose "
+    "VideoDDIMSampler.verbose",
+    "DeepSpeed clears the gradients": "FusedEmaAdam.set_grad_none",
+    "the autoencoder is frozen": " ".join(f"{_VAE}.{name}" for name in _VAE_TRAINING.split())
+    + " encoder_config.dropout",
+    "the autoencoder is not split over ranks": f"{_VAE}.cp_size encoder_config.gather_norm",
+    "the autoencoder is not split": f"{_VAE}.context_parallel_size",
+    "read only with attention layers, which the 3D VAE lacks": "encoder_config.resolution",
+}
 
 _RECOMPUTE = "args.checkpoint_activations", f"{NETWORK_KEY}.transformer_args.checkpoint_activations"
 _SAMPLES = ("batch_size", "gradient_accumulation_steps", "train_micro_batch_size_per_gpu")
@@ -133,87 +176,9 @@ KEYS: dict[str, Same | InPlaceOf | Only | Refused | Unused] = {
         "DeepSpeed does not write the checkpoints; use args.save_interval and keep_last"
     ),
     "deepspeed.flops_profiler": Refused("the log has TFLOP/s; remove it, or set args.profiling"),
-    "args.no_load_rng": Unused(_RNG),
-    "args.no_save_rng": Unused(_RNG),
-    "args.resume_dataloader": Unused("a resumed run always continues at its position in the data"),
-    "args.device": Unused(_DECIDED_HERE),
-    "args.local_rank": Unused(_DECIDED_HERE),
-    "args.deepspeed": Unused("training always goes through DeepSpeed"),
-    "args.distributed_backend": Unused("nccl on GPUs, gloo on CPUs"),
-    "args.image2video": Unused("a prompt@@image line gives an image, regardless of this key"),
-    "args.debug": Unused("SAT's code does not read it"),
-    "args.log_image": Unused("SAT's code does not read it"),
-    "args.force_pretrain": Unused("SAT's code does not read it"),
-    "args.final_size": Unused("SAT's code does not read it"),
-    "args.grid_num_rows": Unused("SAT's code does not read it"),
-    "args.lcm_steps": Unused("SAT's code does not read it"),
-    "args.input_dir": Unused("SAT's code does not read it"),
-    "args.block_size": Unused(
-        "samples are decoded when they are needed; nothing is kept in blocks"
-    ),
-    "args.save_args": Unused(_ONE_TABLE),
-    "args.summary_dir": Unused("TensorBoard's files are in the run folder"),
-    "args.latent_channels": Unused("the network's out_channels decides this"),
-    "args.test_data": Unused("there is no test phase; put the folders into valid_data"),
-    "args.iterable_dataset_eval": Unused("data sets are read by index"),
-    "args.batch_from_same_dataset": Unused("data sets are read by index, mixed in every batch"),
-    "args.checkpoint_num_layers": Unused(_TORCH_CHECKPOINTING),
-    "args.checkpoint_skip_layers": Unused(_TORCH_CHECKPOINTING),
-    "model.log_keys": Unused("captions are written beside every sample"),
-    "model.disable_first_stage_autocast": Unused(
-        "the first stage runs in its own dtype, without autocast"
-    ),
+    **{key: Unused(why) for why, keys in _UNUSED.items() for key in keys.split()},
     "model.augmentation_dropout": Unused("SAT's code does not read it"),
     "model.no_cond_log": Unused("captions are written beside every sample"),
-    "deepspeed.activation_checkpointing": Unused(_TORCH_CHECKPOINTING),
-    "deepspeed.scheduler": Unused(
-        "args.lr_schedule, lr_decay_style and warmup set the learning rate"
-    ),
-    "deepspeed.zero_optimization.load_from_fp32_weights": Unused(
-        "checkpoints hold the exact fp32 weights"
-    ),
-    "DiffusionTransformer.adm_in_channels": Unused(
-        "read only with num_classes, which no CogVideoX has"
-    ),
-    "DiffusionTransformer.parallel_output": Unused(_NOT_SAT_NETWORK),
-    "DiffusionTransformer.zero_init_y_embed": Unused(_NOT_SAT_NETWORK),
-    "DiffusionTransformer.dtype": Unused("the precision comes from the deepspeed section"),
-    "transformer_args.vocab_size": Unused(_NOT_SAT_NETWORK),
-    "transformer_args.skip_init": Unused("weights are initialized, then loaded"),
-    "transformer_args.model_parallel_size": Unused("args.model_parallel_size decides this"),
-    "transformer_args.checkpoint_num_layers": Unused(_TORCH_CHECKPOINTING),
-    "transformer_args.checkpoint_skip_layers": Unused(_TORCH_CHECKPOINTING),
-    "transformer_args.make_vocab_size_divisible_by": Unused(_NOT_SAT_NETWORK),
-    "transformer_args.use_gpu_initialization": Unused(_DECIDED_HERE),
-    "transformer_args.parallel_output": Unused(_NOT_SAT_NETWORK),
-    "Rotary3DPositionEmbeddingMixin.height_interpolation": Unused("SAT's rotary table ignores it"),
-    "Rotary3DPositionEmbeddingMixin.width_interpolation": Unused("SAT's rotary table ignores it"),
-    "Rotary3DPositionEmbeddingMixin.time_interpolation": Unused("SAT's rotary table ignores it"),
-    "LoraMixin.cross_attention": Unused("the network has no cross attention"),
-    "LoraMixin.layer_num": Unused("the number of layers is the network's num_layers"),
-    "DiscreteDenoiser.weighting_config": Unused(
-        "the loss's weight is 1 / (1 - alpha_bar), as in SAT's VideoDiffusionLoss, which ignores it"
-    ),
-    "VideoDiffusionLoss.batch2model_keys": Unused(
-        "the network always gets the inputs that it needs"
-    ),
-    **dict.fromkeys([f"{sampler}.device" for sampler in _SAMPLERS], Unused(_DECIDED_HERE)),
-    **dict.fromkeys(
-        [f"{sampler}.verbose" for sampler in _SAMPLERS], Unused("progress is always shown")
-    ),
-    "FrozenT5Embedder.device": Unused(_DECIDED_HERE),
-    "FusedEmaAdam.set_grad_none": Unused("DeepSpeed clears the gradients"),
-    **dict.fromkeys(
-        [f"VideoAutoencoderInferenceWrapper.{name}" for name in _VAE_TRAINING.split()],
-        Unused(_VAE_FROZEN),
-    ),
-    "VideoAutoencoderInferenceWrapper.cp_size": Unused("the autoencoder is not split over ranks"),
-    "VideoAutoencoderInferenceWrapper.context_parallel_size": Unused(
-        "the autoencoder is not split"
-    ),
-    "encoder_config.resolution": Unused("read only with attention layers, which the 3D VAE lacks"),
-    "encoder_config.gather_norm": Unused("the autoencoder is not split over ranks"),
-    "encoder_config.dropout": Unused(_VAE_FROZEN),
 }
 
 

@@ -43,7 +43,7 @@ def read_yaml(path: Path, name: str, is_plain: bool = False) -> DictConfig:
         check_nesting(text)
         loaded = OmegaConf.load(io.StringIO(text))
         if isinstance(loaded, DictConfig):
-            _check_references(loaded, is_plain)
+            check_interpolations(loaded, is_plain)
     except yaml.YAMLError as error:
         where = getattr(error, "problem_mark", None)
         line = f" line {where.line + 1}" if where else ""
@@ -105,14 +105,6 @@ def check_nesting(text: str) -> None:
         raise ValueError(text) from None
 
 
-def check_interpolations(config: DictConfig) -> None:
-    """Raise KeyProblem if the values of `config` are too many or too long once they are resolved.
-
-    Undefined names and circular references are left to OmegaConf, which stops at the first.
-    """
-    _check_references(config, is_plain=False)
-
-
 def check_resolved(plain: dict) -> None:
     """Raise KeyProblem for a resolved text with ${, which OmegaConf would resolve a second time."""
     _refuse_marks(plain, "contains ${ once it is resolved; remove it")
@@ -132,7 +124,12 @@ def _refuse_marks(sections: object, why: str) -> None:
             raise KeyProblem(key, f"{key}={cut(text)!r} {why}")
 
 
-def _check_references(config: DictConfig, is_plain: bool) -> None:
+def check_interpolations(config: DictConfig, is_plain: bool = False) -> None:
+    """Raise KeyProblem if the values of `config` are too many or too long once they are resolved.
+
+    is_plain: or if it has interpolations. Undefined names and circular references are left to OmegaConf,
+    which stops at the first.
+    """
     raw = _as_mappings(OmegaConf.to_container(config, resolve=False))
     if is_plain:
         check_plain(raw)

@@ -12,20 +12,7 @@ from dataclasses import dataclass
 from functools import wraps
 from typing import Annotated, Any, ClassVar, ParamSpec, Self, TypeVar
 
-from cogfast.core.values import KeyProblem, Model, Range
-
-__all__ = [
-    "After",
-    "Batch",
-    "Count",
-    "KeyProblem",
-    "Keys",
-    "Model",
-    "Range",
-    "Share",
-    "Size",
-    "ordered",
-]
+from cogfast.core.values import KeyProblem, Model, Range, show
 
 Count = Annotated[int, Range(1, 10**9)]  # steps, epochs, batches
 Batch = Annotated[int, Range(1, 10**5)]
@@ -61,6 +48,12 @@ class Keys(Model):
     def problem(self, name: str, text: str) -> KeyProblem:
         """Return the error that `text` describes of the key `name`. The caller raises it."""
         return KeyProblem(self.key(name), text)
+
+    def refusal(self, name: str, text: str) -> KeyProblem:
+        """Return the error `args.name=value`, followed by `text`, of the key `name`."""
+        value = getattr(self, name)
+        shown = value if isinstance(value, str) else show(value)
+        return self.problem(name, f"{self.key(name)}={shown}{text}")
 
     def changed(self, **values: Any) -> Self:
         """Return the keys with these values, which are not checked."""
@@ -119,11 +112,9 @@ def names_origins(function: Callable[P, T]) -> Callable[P, T]:
 
 def find_origin(origins: Mapping[str, str], key: str) -> str:
     """Return the origin of the value of `key`. An item of a list has the origin of the list."""
-    if key in origins:  # a key may itself have brackets
-        return origins[key]
     path = key.replace("[", ".").replace("]", "")
-    if path in origins:
-        return origins[path]
+    if key in origins or path in origins:  # a key may itself have brackets
+        return origins.get(key) or origins[path]
     # A mapping has no origin of its own: use that of one of its values, if possible not a default.
     below = [origin for name, origin in origins.items() if name.startswith(path + ".")]
     if below:

@@ -15,7 +15,6 @@ from cogfast.door.merged_config import move_origin
 from cogfast.train.keys import TrainKeys
 
 _AUTO = "auto"
-_OFFLOADING = ("cpu_offload", "offload_optimizer.device")
 
 
 def prepare(section: dict[str, Any], origins: dict[str, str]) -> None:
@@ -40,7 +39,8 @@ def prepare(section: dict[str, Any], origins: dict[str, str]) -> None:
 
 def _move_cpu_offload(zero: dict[str, Any], origins: dict[str, str]) -> None:
     """Replace DeepSpeed's older key by `offload_optimizer`, which counts where files set both."""
-    old, new = (f"deepspeed.zero_optimization.{k}" for k in _OFFLOADING)
+    names = "cpu_offload", "offload_optimizer.device"
+    old, new = (f"deepspeed.zero_optimization.{name}" for name in names)
     is_offloaded, offload = zero.pop("cpu_offload"), zero.get("offload_optimizer", {})
     offload = offload if isinstance(offload, dict) else {"device": "none"}  # null
     device = offload.get("device", "none")

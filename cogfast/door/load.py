@@ -78,9 +78,11 @@ def load_config(
     if missing:
         raise Problems("\n".join(one_line(f"--base {path}: {_near(path)}") for path in missing))
     paths = [_locate(path) for path in paths]
-    names = _file_names(paths)
+    short = [path.name for path in paths]
+    # For messages; the whole path if two files have the same name
+    names = [n if short.count(n) == 1 else str(p) for n, p in zip(short, paths, strict=True)]
     for path, name in zip(paths, names, strict=True):
-        loaded = _without_empty_sections(read_yaml(Path(path), name, is_plain=is_of_run), name)
+        loaded = _without_empty_sections(read_yaml(path, name, is_plain=is_of_run), name)
         _set_origins(origins, dict(_leaves(loaded)), name)
         try:
             whole = OmegaConf.merge(merged, loaded) if merged else loaded
@@ -91,7 +93,7 @@ def load_config(
             what = str(error).splitlines()[0] if str(error) else type(error).__name__
             raise ValueError(one_line(f"{name}: cannot be merged: {what}")) from None
     ignored = _ignored_of_files(merged, origins)
-    own = {n for path, n in zip(paths, names, strict=True) if CONFIGS not in Path(path).parents}
+    own = {n for path, n in zip(paths, names, strict=True) if CONFIGS not in path.parents}
     for key, (value, origin) in (settings or {}).items():
         # A user's own file counts more than the folder's, and an option more than both.
         if not (is_of_run or origin.startswith("--")) and origins.get(key) in own:
@@ -190,12 +192,6 @@ def _near(path: str | Path) -> str:
     return "no such file; give the path of a YAML file"
 
 
-def _file_names(paths: Sequence[str | Path]) -> list[str]:
-    """File names for messages; the whole path if two files have the same name."""
-    short = [Path(path).name for path in paths]
-    return [n if short.count(n) == 1 else str(p) for n, p in zip(short, paths, strict=True)]
-
-
 def _without_empty_sections(loaded: DictConfig, name: str) -> DictConfig:
     """Return a file's mapping without sections that have no key, such as one with comments alone.
 
@@ -261,18 +257,9 @@ def _parents(key: str) -> Iterator[str]:
         yield key
 
 
-def _parsed(text: str) -> object:
-    """Return the node that `text` describes as YAML."""
-    parsed = OmegaConf.create(f"value: {text}")
-    assert isinstance(parsed, DictConfig), "a text that begins with a key is a mapping"
-    return parsed._get_node("value")
-
-
-def _override(
-    merged: DictConfig, override: str, origins: dict[str, str], origin: str = COMMAND_LINE
-) -> None:
+def _override(merged: DictConfig, override: str, origins: dict[str, str]) -> None:
     """Apply one `key=value` argument. The value is parsed as YAML; if that fails, it is text."""
-    key, equals, text = override.partition("=")
+    origin, (key, equals, text) = COMMAND_LINE, override.partition("=")
     if not equals or not key:
         raise ValueError(f"{origin}: {cut(override)!r} is not key=value")
     if re.search(r"[][]", re.sub(r"\[[^][]+\]", "", key)):
@@ -281,7 +268,10 @@ def _override(
         # YAML would drop a comment and everything after the first line; keep such a value as text.
         is_text = not text or text.startswith("#") or " #" in text or "\n" in text
         check_nesting("" if is_text else text)
-        value = text if is_text else _parsed(text)
+        # The node, not its value: interpolations stay unresolved.
+        value = (
+            text if is_text else DictConfig(OmegaConf.create(f"value: {text}"))._get_node("value")
+        )
     except (yaml.YAMLError, OmegaConfBaseException):
         # YAML does not read [s3://bucket/s-{000..099}.tar].
         is_list = text.startswith("[") and text.endswith("]")

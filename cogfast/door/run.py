@@ -44,6 +44,7 @@ def open_run(
     entry = (entries or [{}])[0]
     encoder = {"target": entry["target"], "params": entry.get("params")} if entry else None
     videos = component_of(data, allow, "data", None) if "target" in data else None
+    of_text = part(_TEXT_ENCODER, encoder), float(entry.get("ucg_rate", 0.0))
     return Run(
         args=validated(of_keys(args, TrainKeys), TrainKeys, "args"),
         model=validated(of_keys(model, ModelKeys), ModelKeys, "model"),
@@ -52,9 +53,7 @@ def open_run(
         denoiser=denoiser,
         loss=loss,
         sampler=sampler,
-        frozen=FrozenParts(
-            first_stage, part(_TEXT_ENCODER, encoder), float(entry.get("ucg_rate", 0.0))
-        ),
+        frozen=FrozenParts(first_stage, *of_text),
         data=videos,
         data_arguments=(data.get("params") or {}) if videos is None else videos.arguments,
         sections=sections,

@@ -9,15 +9,16 @@ from annotated_types import Len, MaxLen
 
 from cogfast.config.components import (
     OWN_OPTIMIZERS,
-    check_component,
+    component_of,
     data_set_with,
     import_target,
     is_component,
     own_targets,
 )
 from cogfast.config.sat_classes import NETWORKS
+from cogfast.config.sat_network import LORA, LORA_KEY, lora_targets
 from cogfast.config.sat_unused import KEYS, InPlaceOf, Only, Refused, Same, Unused, rules, take
-from cogfast.core.keys import COMMAND_LINE, DEFAULT, Keys, Share, find_origin
+from cogfast.core.keys import COMMAND_LINE, DEFAULT, Keys, Share, find_origin, level
 from cogfast.core.values import (
     KeyProblem,
     Model,
@@ -31,11 +32,7 @@ from cogfast.core.values import (
     validated,
 )
 from cogfast.distributed.keys import DeepSpeedKeys
-from cogfast.door.deepspeed_keys import (
-    check_own_sections,
-    prepare,
-)
-from cogfast.door.lora_keys import fold_lora
+from cogfast.door.deepspeed_keys import check_own_sections, prepare
 from cogfast.door.merged_config import SECTIONS
 from cogfast.train.keys import ModelKeys, TrainKeys
 
@@ -66,9 +63,8 @@ class _TextEncoderEntry(Model):
 
 
 CONDITIONER = "sgm.modules.GeneralConditioner"
-# DeepSpeed's optimizer names, and those of their params that torch's AdamW does not have.
-_DEEPSPEED_ADAM = ("adam", "adamw")
 _NUMBERS = ("lr", "eps", "weight_decay", "momentum")
+# Params of DeepSpeed's Adam and AdamW that torch's AdamW does not have
 _DEEPSPEED_ADAM_KEYS = ("adam_w_mode", "bias_correction", "torch_adam", "set_grad_none")
 
 
@@ -76,7 +72,11 @@ def complete_sections(config: dict[str, Any], origins: dict[str, str]) -> None:
     """Move keys to the place where they are read and fill in defaults. Updates both arguments."""
     for name, section in config.items():
         if name not in SECTIONS:
-            raise _unknown_section(name)
+            home = next((s for s in (TrainKeys, ModelKeys) if name in s.model_fields), None)
+            if home is not None:
+                text = f"unknown key {name}; did you mean {home.key(name)}?"
+                raise KeyProblem(name, text)
+            raise unknown_key("", str(name), SECTIONS)
         _require_text_keys(section, name)
     _remove_overruled(config, origins)
     deepspeed = config.get("deepspeed") or {}
@@ -90,16 +90,58 @@ def complete_sections(config: dict[str, Any], origins: dict[str, str]) -> None:
             if key not in section:
                 section[key] = value
                 origins[f"{name}.{key}"] = DEFAULT
-    fold_lora(config, origins)
     args = config["args"]
+    moved = {key: args.pop(key.partition(".")[2]) for key in rules(Same, "args")}
+    if given := {key: value for key, value in moved.items() if value is not None}:
+        _set_lora(config["model"], given, origins)
+    for key in moved:
+        del origins[key]
     for key in ("train_data", "valid_data"):
-        if isinstance(args[key], str):  # one folder; SAT's flag takes several
+        if isinstance(args[key], str | None):  # one folder; SAT's flag takes several
             args[key] = [args[key]] if args[key] else []
-        elif args[key] is None:
-            args[key] = []
     # SAT gives its optimizer the params alone, and FusedEmaAdam's default is 0.
     if has_no_decay and origins["args.weight_decay"] == DEFAULT:
         args["weight_decay"] = 0.0
+
+
+def _set_lora(model: dict[str, Any], given: Mapping[str, Any], origins: dict[str, str]) -> None:
+    """Set args.lora_rank, lora_alpha and lora_modules, by dotted key, in SAT's lora_config.
+
+    The command line beats files; two keys of one level must not contradict each other.
+    """
+    validated({key.partition(".")[2]: value for key, value in given.items()}, TrainKeys, "args")
+    network = select(model, "network_config.params.modules")
+    key, value = next(iter(given.items()))
+    if not isinstance(network, dict):
+        raise KeyProblem(key, f"{key}={show(value)} has no model; add a model's file to --base")
+    found = network.get("lora_config")
+    node = dict(found) if isinstance(found, dict) else {}
+    params = dict(check_mapping(LORA_KEY, node.get("params")))
+    to = rules(Same, "args")
+    for key, value in given.items():
+        long, name = to[key].key, to[key].key.rpartition(".")[2]
+        before, here, there = params.get(name), origins[key], find_origin(origins, long)
+        if name == "target_modules":
+            is_same = lora_targets(key, value) == (before and lora_targets(long, before))
+        else:
+            is_same = value == before
+        if before is not None and not is_same:
+            if level(here) == level(there):
+                text = f"{key}={show(value)}, but {long}={show(before)} ({there}); keep one of them"
+                raise KeyProblem(key, text)
+            if level(here) < level(there):
+                continue
+        params[name], origins[long] = value, here
+    if "r" not in params:
+        text = f"{key}={show(value)} has no rank beside it; set args.lora_rank, such as 64"
+        raise KeyProblem(key, text)
+    # A lora_config of SAT's files keeps SAT's default, which is 1.
+    if "target" not in node and "lora_alpha" not in params:
+        params["lora_alpha"], origins[f"{LORA_KEY}.lora_alpha"] = params["r"], DEFAULT
+    network["lora_config"] = {"target": LORA, **node, "params": params}
+    frozen, of_rank = "model.not_trainable_prefixes", find_origin(origins, f"{LORA_KEY}.r")
+    if origins[frozen] == DEFAULT or level(of_rank) > level(origins[frozen]):
+        model["not_trainable_prefixes"], origins[frozen] = ["all"], of_rank
 
 
 def _remove_overruled(config: dict[str, Any], origins: dict[str, str]) -> None:
@@ -128,8 +170,8 @@ def check_sections(
 ) -> dict[str, str]:
     """Check every key and value. Return accepted keys without effect, with the reasons."""
     unused = _leave_out_training(config) if is_sampled else {}
-    _check_section(config["args"], TrainKeys, "args", unused, ())
-    _check_section(config["model"], ModelKeys, "model", unused, COMPONENTS)
+    _check_section(config["args"], TrainKeys, unused)
+    _check_section(config["model"], ModelKeys, unused, COMPONENTS)
     for name in COMPONENTS:
         node, where = config["model"].get(name), f"model.{name}"
         if node is None:
@@ -142,10 +184,10 @@ def check_sections(
         if name == "conditioner_config":
             _check_conditioner(node, where, allow_import, unused)
         else:
-            check_component(node, where, allow_import, unused)
+            component_of(node, allow_import, where, unused=unused)
     # assemble_datasets gives data_dir: args.train_data or args.valid_data.
     if config.get("data") and "data" not in unused:
-        check_component(config["data"], "data", allow_import, unused, given=("data_dir",))
+        component_of(config["data"], allow_import, "data", ("data_dir",), unused)
     _check_deepspeed(config.get("deepspeed") or {}, allow_import, unused)
     return unused
 
@@ -163,40 +205,29 @@ def _require_text_keys(node: object, where: str) -> None:
         _require_text_keys(child, join(where, key))
 
 
-def _unknown_section(name: str) -> KeyProblem:
-    problem = unknown_key("", str(name), SECTIONS)
-    for section, schema in (("args", TrainKeys), ("model", ModelKeys)):
-        if name in schema.model_fields:
-            return KeyProblem(str(name), f"unknown key {name}; did you mean {section}.{name}?")
-    return problem
-
-
 def _check_section(
     section: Mapping,
     schema: type[Keys],
-    where: str,
     unused: dict[str, str],
-    components: tuple[str, ...],
+    components: tuple[str, ...] = (),
 ) -> None:
-    names = [*schema.model_fields]
-    others = [*rules(Unused, where), *rules(Only, where)]
+    where, known = schema.section, [*schema.model_fields, *components]
     for name, value in section.items():
         key = join(where, name)
-        if name in names:
-            continue
         rule = KEYS.get(key)
+        if name in known:
+            continue
         if isinstance(rule, Only):
             if value not in rule.values:
                 raise KeyProblem(key, f"{key}={show(value)}: {rule.fix}")
         elif isinstance(rule, Unused):
             unused[key] = rule.why
-        elif name not in components:
-            if where == "args" and data_set_with(str(name), key):
-                raise KeyProblem(key, f"unknown key {key}; did you mean data.params.{name}?")
-            raise unknown_key(
-                where, str(name), [*names, *(k.partition(".")[2] for k in others), *components]
-            )
-    validated({k: v for k, v in section.items() if k in names}, schema, where)
+        elif where == "args" and data_set_with(name, key):
+            raise KeyProblem(key, f"unknown key {key}; did you mean data.params.{name}?")
+        else:
+            others = [*rules(Unused, where), *rules(Only, where)]
+            raise unknown_key(where, name, [*known, *(k.partition(".")[2] for k in others)])
+    validated({k: v for k, v in section.items() if k in schema.model_fields}, schema, where)
 
 
 def _check_conditioner(
@@ -215,7 +246,7 @@ def _check_conditioner(
         here = f"{where}.emb_models[0]"
         beside = {k: v for k, v in entry.items() if k in _TextEncoderEntry.model_fields}
         validated(beside, _TextEncoderEntry, here)
-        check_component(entry, here, allow_import, unused)
+        component_of(entry, allow_import, here, unused=unused)
 
 
 def _check_deepspeed(
@@ -245,28 +276,26 @@ def _check_optimizer(
     section: Mapping, allow_import: tuple[str, ...], unused: dict[str, str]
 ) -> None:
     where = "deepspeed.optimizer"
-    kind, params = section["type"], section.get("params") or {}
+    kind, params = str(section["type"]), section.get("params") or {}
     for name in _NUMBERS:  # torch accepts text here and fails later
         if name in params:
             validated(params[name], float, f"{where}.params.{name}")
+    target = OWN_OPTIMIZERS.get(kind.lower(), kind)
     # DeepSpeed takes its own names in any case, such as AdamW and adamw.
-    if kind.lower() in _DEEPSPEED_ADAM:
+    if kind.lower() in ("adam", "adamw"):
+        target = "torch.optim.AdamW"
         for name in _DEEPSPEED_ADAM_KEYS:
             validated(params.get(name, True), bool, f"{where}.params.{name}")
         params = {k: v for k, v in params.items() if k not in _DEEPSPEED_ADAM_KEYS}
-    elif "." not in kind and kind.lower() not in OWN_OPTIMIZERS:
+    elif "." not in target:
         own = " with args.optimizer_moments=8bit" if "8bit" in kind.lower() else ""
         known = f"sat.ops.FusedEmaAdam{own}, Prodigy, Muon, Adam, AdamW or a class of torch.optim"
         names = ("sat.ops.FusedEmaAdam", "Prodigy", "Muon", "Adam", "AdamW")
         near = "" if own else nearest(kind, names)
         raise KeyProblem(f"{where}.type", f"{where}.type={kind}: use {known}{near}")
-    target = OWN_OPTIMIZERS.get(kind.lower(), kind)
-    if kind.lower() in _DEEPSPEED_ADAM:
-        target = "torch.optim.AdamW"
     try:
-        check_component(
-            {"target": target, "params": params}, where, allow_import, unused, given=("params",)
-        )
+        node = {"target": target, "params": params}
+        component_of(node, allow_import, where, ("params",), unused)
     except KeyProblem as problem:
         text = str(problem).replace(f"{where}.target", f"{where}.type")
         raise KeyProblem(problem.key.replace(".target", ".type"), text) from None

@@ -133,15 +133,9 @@ def assemble_transformer(
     # `weights` are loaded first to see whether they are complete, and again on top of the base.
     report = None if weights is None else load(weights, ema=ema)
     if args.load and (report is None or report.missing):
-        model = network.model
-        is_new, positions = model.new_channels is not None, model.learned_positions
-        base = load(
-            args.load,
-            allow_missing=allow_missing,
-            new_channels=is_new,
-            positions=positions,
-            is_base=True,
-        )
+        new, positions = network.model.new_channels, network.model.learned_positions
+        is_new = {"new_channels": new is not None, "positions": positions}
+        base = load(args.load, allow_missing=allow_missing, is_base=True, **is_new)
         if base.lacking:
             _refuse_part(f"args.load={args.load}", base)
         base.log()
@@ -260,7 +254,12 @@ def assemble_datasets(
     build = partial(_dataset, data, find_once=find_once, inputs=inputs, is_masked=is_masked)
     whole = build(args.key("train_data"), args.train_data)
     if args.train_data_weights is not None:
-        whole = _weighed(whole, args.train_data_weights)
+        if not isinstance(whole, CaptionedVideos):
+            raise ValueError(
+                f"args.train_data_weights={args.train_data_weights}: {type(whole).__name__} does not report the "
+                "sources of its samples; remove the key"
+            )
+        whole = whole.with_source_weights(args.train_data_weights)
     train, valid = whole, None
     if isinstance(whole, CaptionedVideos) and whole.clips.splits is not None:
         # Rows of split test are in neither part.
@@ -385,15 +384,6 @@ def check_prior(
     )
 
 
-def _weighed(dataset: SizedDataset, weights: Sequence[float]) -> SizedDataset:
-    if not isinstance(dataset, CaptionedVideos):
-        raise ValueError(
-            f"args.train_data_weights={list(weights)}: {type(dataset).__name__} does not report the "
-            "sources of its samples; remove the key"
-        )
-    return dataset.with_source_weights(weights)
-
-
 def _part(dataset: SizedDataset, indices: Sequence[int]) -> SizedDataset:
     if isinstance(dataset, CaptionedVideos):
         return dataset.part(indices)
@@ -423,22 +413,22 @@ def assemble_batches(
     """
     accumulation = args.gradient_accumulation_steps
     global_batch = args.batch_size * accumulation * groups.data_size
-    if not groups.is_first_of_model:
-        # The first of the ranks that work on the same samples reads and broadcasts.
-        return ModelBatches(None, groups, url_of(folder) is not None)
-    loader = BatchLoader(
-        dataset,
-        assemble_order(dataset, args.seed, global_batch),
-        micro_batch=args.batch_size,
-        accumulation=accumulation,
-        dp_rank=groups.data_rank,
-        dp_size=groups.data_size,
-        start_step=start_step,
-        num_steps=num_steps,
-        num_workers=args.num_workers,
-        prefetch_factor=args.prefetch_factor,
-        timeout=args.decode_timeout,
-        bad_samples_path=folder / list_name,
-        max_bad_fraction=args.max_bad_fraction,
-    )
+    loader = None
+    # The first of the ranks that work on the same samples reads and broadcasts.
+    if groups.is_first_of_model:
+        loader = BatchLoader(
+            dataset,
+            assemble_order(dataset, args.seed, global_batch),
+            micro_batch=args.batch_size,
+            accumulation=accumulation,
+            dp_rank=groups.data_rank,
+            dp_size=groups.data_size,
+            start_step=start_step,
+            num_steps=num_steps,
+            num_workers=args.num_workers,
+            prefetch_factor=args.prefetch_factor,
+            timeout=args.decode_timeout,
+            bad_samples_path=folder / list_name,
+            max_bad_fraction=args.max_bad_fraction,
+        )
     return ModelBatches(loader, groups, url_of(folder) is not None)

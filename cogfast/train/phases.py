@@ -83,8 +83,8 @@ from cogfast.train.run.folder import (
 )
 from cogfast.train.run.opened import Run
 from cogfast.train.run.own_classes import Classes, own_classes
-from cogfast.train.run.run_log import RunLog
 from cogfast.train.run.terminal import log_unused, resume_words
+from cogfast.train.run.trackers import RunLog
 from cogfast.train.video_size import SampleSize, warn_of_pipeline_positions
 from cogfast.train.watchers.hang import HangStacks
 from cogfast.train.watchers.metrics import BandLosses, Metrics
@@ -265,13 +265,10 @@ class Parts:
         url = name_of(unsent)
         copy = _COPIES.get(url.partition("://")[0], "copy") + f" {unsent} {url}"
         where = " on each machine" if self.groups.world_size > 1 else ""
-        resume = self._resume_words(url)
+        resume = resume_words(self.run, url)
         return (
             f"{url} is not in the store; run `{copy}`{where}, then the same command with {resume}"
         )
-
-    def _resume_words(self, folder: str) -> str:
-        return resume_words(self.run.args, self.run.origins, folder)
 
     def how_to_resume(self) -> str:
         """Describe the last checkpoint and the command that resumes from it."""
@@ -279,7 +276,7 @@ class Parts:
         if self.how_to_upload():
             return f"its files are in {self.writer.unsent}, but not in the store; the log says how to upload them"
         if path is None:
-            how = "" if self.args.run_folder is None else f" with {self._resume_words('auto')}"
+            how = "" if self.args.run_folder is None else f" with {resume_words(self.run, 'auto')}"
             return (
                 f"nothing is saved in {name_of(folder)}; run the same command{how} to start again"
             )
@@ -287,7 +284,7 @@ class Parts:
         is_own = run_of(path).absolute() == folder.absolute()
         if self.args.elastic != "off":
             return f"the last checkpoint is {name_of(path)}; torchrun, or the same command, resumes from it"
-        resume = self._resume_words(name_of(folder if is_own else path))
+        resume = resume_words(self.run, name_of(folder if is_own else path))
         return (
             f"the last checkpoint is {name_of(path)}; run the same command with {resume} to resume"
         )

@@ -109,13 +109,16 @@ class Trainer:
                     self._save(stop.is_stopping)
                 batches.share_bad()
                 # After the save: a run that is killed meanwhile keeps its last step.
-                if self._is_end_evaluated() and not stop.is_stopping:
+                is_last = self.step >= self.num_steps and not self._is_due(args.eval_interval)
+                if args.eval_at_end and is_last and not stop.is_stopping:
                     self._evaluate(stop)
                 if not stop.is_stopping:
                     self.scores.wait(lambda: stop.is_asked)
                     if args.keep_best is not None:
                         self.writer.prune()
-            if args.push_to_hub is not None and groups.is_main and self._is_complete(stop):
+            is_saved = self.writer.saved == self.writer.path(self.step)
+            is_complete = is_saved and self.step == self.num_steps and not stop.is_stopping
+            if args.push_to_hub is not None and groups.is_main and is_complete:
                 thread = push(self.writer.path(self.step), args.push_to_hub)
                 while thread.is_alive() and not stop.is_asked:
                     thread.join(0.2)
@@ -166,7 +169,6 @@ class Trainer:
                 break
 
     def _micro_batches(self) -> Iterator[Batch]:
-        """Yield the micro-batches of a step."""
         assert self.batches is not None, "it trains"
         for _ in range(self.args.gradient_accumulation_steps):
             with CLOCK.part("data"):
@@ -296,17 +298,6 @@ class Trainer:
             self.scores.add(self.step)
         self.parts.uploads.ask()
 
-    def _is_complete(self, stop: StopRequest) -> bool:
-        """Return whether the last step is trained and saved. Call it when the writer has ended."""
-        path, is_last = self.writer.path(self.step), self.step == self.num_steps
-        is_saved = self.writer.saved_step == self.step and self.writer.saved == path
-        return is_last and is_saved and not stop.is_stopping
-
-    def _is_end_evaluated(self) -> bool:
-        """Return whether args.eval_at_end asks for an evaluation that eval_interval has not made."""
-        is_last = self.step >= self.num_steps and not self._is_due(self.args.eval_interval)
-        return self.args.eval_at_end and is_last
-
     def _save(self, is_stopping: bool = False) -> None:
         """Start writing a checkpoint. If that fails, training continues without it. is_stopping: a
         signal or time limit ends the run."""
@@ -374,11 +365,9 @@ class Trainer:
             path = name_of(self.writer.path(self.step))
             logger.info("finished at step %d; checkpoint: %s", self.step, path)
         else:
-            key, text = (
-                f"args.exit_interval={self.args.exit_interval}",
-                "stopped at step %d of %d by %s; %s",
-            )
+            key = f"args.exit_interval={self.args.exit_interval}"
             reason, how = stop.reason if stop.is_stopping else key, self.parts.how_to_resume()
+            text = "stopped at step %d of %d by %s; %s"
             logger.info(text, self.step, self.num_steps, reason, how)
         log_results(self.metrics.history, self.evaluator.samples)
         if is_finished:

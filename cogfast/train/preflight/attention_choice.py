@@ -78,8 +78,8 @@ def check_attention(args: TrainKeys, head_width: int) -> None:
         reason = "it is a kernel of cogfast, and args.kernels=torch leaves these out"
     if reason is not None:
         names = ", ".join(["auto", *backends_that_run(*case)])
-        text = f"args.attention_backend={name}: {reason}; this machine can run: {names}"
-        raise args.problem("attention_backend", text)
+        text = f": {reason}; this machine can run: {names}"
+        raise args.refusal("attention_backend", text)
 
 
 def choose_for_training(

@@ -48,17 +48,18 @@ from cogfast.model.weights.load import check_depth_and_width, check_family, fitt
 from cogfast.model.weights.open import open_source
 from cogfast.train.assembly import build_on_meta, video_data
 from cogfast.train.checkpoint.write import frozen_to_keep
-from cogfast.train.frozen_encoders import FrozenParts
 from cogfast.train.keys import TrainKeys
 from cogfast.train.preflight.attention_choice import check_attention
 from cogfast.train.preflight.compilers import check_compilers, check_fp8
-from cogfast.train.preflight.memory_keys import check_offload, check_optimizer_state
 from cogfast.train.preflight.mesh import check_global_batch, check_mesh
 from cogfast.train.preflight.parts import (
     check_frozen_parts,
+    check_offload,
+    check_optimizer_state,
     fit_rates,
     missing_frozen,
     try_build,
+    try_diffusion,
     try_optimizer,
 )
 from cogfast.train.run.folder import (
@@ -94,18 +95,18 @@ def _check_name(args: TrainKeys) -> None:
         raise args.problem("experiment_name", f"{text}; args.save sets the folder above it")
 
 
-def _check_run_folder(
-    args: TrainKeys, sections: Mapping[str, Mapping], origins: Mapping[str, str]
-) -> None:
+def _check_run_folder(run: Run) -> None:
     """Check what can be checked before clips are encoded, which may take hours (args.encode_first)."""
+    args = run.args
     try:
         check_creatable(args)
         is_left_out = args.run_folder is None or is_url(args.run_folder)
         checkpoint = None if is_left_out else resumed_in_run_folder(args)
         if checkpoint is not None and adapters_to_resume(checkpoint) is None:
             manifest = read_manifest(checkpoint, RESUMABLE)
-            fitted, _ = fit_rates(origins, args, sys.maxsize, manifest)
-            now = {**sections, "args": {**sections["args"], "warmup_steps": fitted.warmup_steps}}
+            fitted, _ = fit_rates(run.origins, args, sys.maxsize, manifest)
+            own = {**run.sections["args"], "warmup_steps": fitted.warmup_steps}
+            now = {**run.sections, "args": own}
             # Global batch and trainer of this run are not known yet: they are compared when it starts.
             known = manifest["global_batch"], manifest.get("classes", {})
             check_changes(checkpoint, manifest, now, *known)
@@ -123,14 +124,13 @@ def _check_export(args: TrainKeys, model: Mapping[str, Any], network: Network) -
     if args.export == "none" or network.config.lora_rank is not None:
         return
     if network.is_own:
-        text = f"args.export={args.export}: diffusers has no class for what {network.target} adds; set args.export=none"
-        raise args.problem("export", text)
+        text = f": diffusers has no class for what {network.target} adds; set args.export=none"
+        raise args.refusal("export", text)
     try:
         diffusers_config(network.config)
     except ValueError as error:
         reason = str(error).partition("; use --to")[0]
-        text = f"args.export={args.export}: {reason}; set args.export=none"
-        raise args.problem("export", text) from None
+        raise args.refusal("export", f": {reason}; set args.export=none") from None
 
 
 def _check_base(args: TrainKeys, network: Network) -> None:
@@ -143,19 +143,17 @@ def _check_base(args: TrainKeys, network: Network) -> None:
         is_lost = {n not in kept and not p.requires_grad for n, p in transformer.named_parameters()}
         # If all are frozen, nothing is trainable, which is another error.
         if is_lost == {True, False} and checkpoint_to_resume(args) is None:
-            text = f"model.{key}={show(getattr(model, key))} freezes random weights, which no checkpoint has"
-            raise model.problem(key, f"{text}; set args.load to the folder of the base model")
+            text = " freezes random weights, which no checkpoint has; set args.load to the folder of the base model"
+            raise model.refusal(key, text)
     is_frozen = model.lora_train or "all" in model.not_trainable_prefixes
     is_frozen = is_frozen and model.trainable_modules is None and not network.is_own
     for key, default in (("quantize_base", "none"), ("offload_blocks", 0)):
-        value = getattr(args, key)
-        if value != default and not (is_frozen and sizes.lora_rank is not None):
-            text = f"args.{key}={value} is for LoRA with a frozen base, but this run trains other weights"
-            text += "; set args.lora_rank=64 (or another rank)"
-            raise args.problem(key, f"{text}, or args.{key}={default}")
+        if getattr(args, key) != default and not (is_frozen and sizes.lora_rank is not None):
+            text = " is for LoRA with a frozen base, but this run trains other weights; set args.lora_rank=64"
+            raise args.refusal(key, f"{text} (or another rank), or args.{key}={default}")
     if args.offload_blocks > sizes.num_layers:
-        text = f"args.offload_blocks={args.offload_blocks} exceeds the model's num_layers="
-        raise args.problem("offload_blocks", f"{text}{sizes.num_layers}; use that or less")
+        text = f" exceeds the model's num_layers={sizes.num_layers}; use that or less"
+        raise args.refusal("offload_blocks", text)
 
 
 @names_origins
@@ -163,34 +161,28 @@ def check_train(run: Run, world_size: int | None = None) -> None:
     """Check the configuration of `cogfast train`. world_size: None uses that of this launch."""
     args, model, data = run.args, run.model, run.data_arguments
     if args.mode == "inference":
-        text = "args.mode=inference is for `cogfast sample`; set args.mode=finetune to train"
-        raise args.problem("mode", text)
+        raise args.refusal("mode", " is for `cogfast sample`; set args.mode=finetune to train")
     # From cheap to expensive: keys and paths, the machine, the sizes, then parts that are built.
     _require(run.sections["model"], "network_config", "denoiser_config", "loss_fn_config")
     _require_data(run.data)
     # All at once: a user with four wrong paths should not start four times.
-    missing = _missing_paths(args, run.data, run.frozen)
-    _refuse_missing(run.origins, _placeholders(run.sections), missing)
+    _refuse_missing(run.origins, _placeholders(run.sections), _missing_paths(run))
     _check_name(args)
-    _check_run_folder(args, run.sections, run.origins)
+    _check_run_folder(run)
     _check_steps(args)
     if model.input_key != "mp4":
-        text = f"model.input_key={model.input_key} must be mp4, the key of the videos in a batch"
-        raise model.problem("input_key", text)
+        raise model.refusal("input_key", " must be mp4, the key of the videos in a batch")
     # Otherwise the run would fail when it opens its metrics, after all weights are loaded.
     if args.wandb and importlib.util.find_spec("wandb") is None:
-        text = "args.wandb=true, but wandb is not installed; pip install wandb"
-        raise args.problem("wandb", text)
+        raise args.refusal("wandb", ", but wandb is not installed; pip install wandb")
     if args.push_to_hub is not None and not is_hub_id(args.push_to_hub):
         text = f"args.push_to_hub={brief(args.push_to_hub)} must be a repository such as me/my-lora"
         raise args.problem("push_to_hub", f"{text}, and no path here; correct it")
     _check_precision(args)
     check_optimizer_state(args, run.deepspeed)
     check_compilers(args, is_training=True)
-    network_class(run.network_target, run.allow_import)
-    fields = run.fields
-    _check_channels(fields)
-    _check_pipeline(args, model, fields)
+    _check_network(run)
+    _check_pipeline(args, model, run.fields)
     network = run.network
     sizes = network.config
     check_mesh(args, sizes, data, network.target, world_size)
@@ -212,13 +204,10 @@ def check_train(run: Run, world_size: int | None = None) -> None:
         text += "orthogonalize the two factors of an adapter, not what they change together"
         raise KeyProblem(key, f"{text}; use Prodigy or sat.ops.FusedEmaAdam")
     _check_base(args, network)
-    check_conditions(model, fields)
-    _check_data(args, model, run.data, fields)
-    if video_data(run.data) is not None:
-        check_frozen_parts(run.frozen, fields["text_length"])
+    _check_data(run)
     check_sparse(args, sizes, data, is_training=True)
-    _check_evaluation(args, model, run.data, run.sampler)
-    _try(run.denoiser, run.loss, run.sampler)
+    _check_evaluation(run)
+    try_diffusion(run.denoiser, run.loss, run.sampler)
     try_optimizer(args, run.deepspeed, run.allow_import)
     num_steps = args.train_iters or sys.maxsize  # steps of epochs are known only with the data
     try_build(args.key("lr_schedule"), partial(fit_rates, run.origins, args, num_steps))
@@ -226,13 +215,13 @@ def check_train(run: Run, world_size: int | None = None) -> None:
         key = f"{LORA_KEY}.lora_alpha"
         text = f"{key}=0 makes the adapters' output and all their gradients 0; set args.lora_alpha"
         raise KeyProblem(key, f"{text} to the rank, {sizes.lora_rank}")
-    _check_adapters(args, sizes, run.origins)
+    _check_adapters(run)
 
 
 @names_origins
 def check_cache(run: Run) -> None:
     """Check the configuration of `cogfast cache`."""
-    args, model = run.args, run.model
+    args = run.args
     # Only encoders run here, but they need the network's sizes.
     _require(run.sections["model"], "network_config")
     _require_data(run.data)
@@ -241,23 +230,18 @@ def check_cache(run: Run) -> None:
         own = select(stored.get("args", ({}, ""))[0], "latent_cache") or "PATH"
         fix = f"set it to the folder that the latents are written to: args.latent_cache={own}"
         raise ValueError(f"args.latent_cache is missing; {fix}")
-    _refuse_missing(run.origins, _missing_paths(args, run.data, run.frozen))
+    _refuse_missing(run.origins, _missing_paths(run))
     _check_precision(args)
-    network_class(run.network_target, run.allow_import)
-    fields = run.fields
-    _check_channels(fields)
-    _check_pipeline(args, model, fields)
-    check_conditions(model, fields)
-    _check_data(args, model, run.data, fields)
-    if video_data(run.data) is not None:
-        check_frozen_parts(run.frozen, fields["text_length"])
+    _check_network(run)
+    _check_pipeline(args, run.model, run.fields)
+    _check_data(run)
 
 
 @names_origins
 def check_sample(run: Run, weights: str | None = None, given: Sequence[str] = ()) -> None:
     """Check the configuration of `cogfast sample`. weights: run folder that replaces args.load. given: the
     conditions that prompts have."""
-    args, model, data = run.args, run.model, run.data_arguments
+    args, model, data, network = run.args, run.model, run.data_arguments, run.fields
     _require(run.sections["model"], "network_config", "denoiser_config", "sampler_config")
     # A run's own configuration names the files of its training, which sampling need not find.
     if weights is None:
@@ -267,15 +251,12 @@ def check_sample(run: Run, weights: str | None = None, given: Sequence[str] = ()
                 "args.load is missing; set it to the weights to sample with, or give a run's folder; "
                 "args.force_inference=true samples with random weights"
             )
-        network_class(run.network_target, run.allow_import)
-        _check_channels(run.fields)
-        _check_adapters(args, run.network.config, run.origins)
+        _check_network(run)
+        _check_adapters(run)
     _check_precision(args)
     check_compilers(args, is_training=False)
-    _try(run.denoiser, run.loss, run.sampler)
-    network_class(run.network_target, run.allow_import)
-    network = run.fields
-    _check_channels(network)
+    try_diffusion(run.denoiser, run.loss, run.sampler)
+    _check_network(run)
     if weights is None:
         _check_pipeline(args, model, network)
     sizes = run.network.config
@@ -288,13 +269,6 @@ def check_sample(run: Run, weights: str | None = None, given: Sequence[str] = ()
     if args.sampling_num_frames is not None:
         check_latent_frames(network, args.sampling_num_frames)
     check_sparse(args, sizes, data)
-
-
-def _try(*parts: Component | None) -> None:
-    """Build the parts of the diffusion, which are cheap."""
-    for part in parts:
-        if part is not None:
-            try_build(part.key, part.build)
 
 
 def _require(model: Mapping[str, Any], *names: str) -> None:
@@ -327,19 +301,17 @@ def _placeholders(sections: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
                 yield key, text + more.get(key, of_model * (name == "model"))
 
 
-def _missing_paths(
-    args: TrainKeys, data: Component | None, frozen: FrozenParts
-) -> list[tuple[str, str]]:
+def _missing_paths(run: Run) -> list[tuple[str, str]]:
     """Return (key, text) for each missing file or folder that training reads."""
+    args, videos = run.args, video_data(run.data)
     missing = list(_missing_files(args, _WEIGHTS | _RUN_FILES))
-    videos = video_data(data)
     if videos is not None:
         # If nothing is evaluated, valid_data is not read and need not exist.
         for name in ["train_data", *(["valid_data"] if args.has_evaluation else [])]:
             for source in getattr(args, name):
                 text = videos.missing_source(f"args.{name}", source)
                 missing += [] if text is None else [(f"args.{name}", text)]
-        missing += missing_frozen(frozen)
+        missing += missing_frozen(run.frozen)
     if args.has_evaluation:
         missing += _missing_files(args, _EVALUATION_FILES)
     return missing
@@ -376,10 +348,9 @@ def _missing_files(args: TrainKeys, keys: Mapping[str, str]) -> Iterator[tuple[s
             yield key, f"{key}={cut(path, 160)} does not exist{near or f'; set it to {fix}'}"
 
 
-def _check_adapters(
-    args: TrainKeys, network: TransformerConfig, origins: Mapping[str, str]
-) -> None:
-    if find_origin(origins, f"{LORA_KEY}.lora_alpha") == DEFAULT and args.resume is None:
+def _check_adapters(run: Run) -> None:
+    args, network = run.args, run.network.config
+    if find_origin(run.origins, f"{LORA_KEY}.lora_alpha") == DEFAULT and args.resume is None:
         # The rank stands for an alpha that is not stated.
         is_other = network.lora_rank and network.lora_alpha != SAT_ALPHA
         for name in ("load", "load_lora"):
@@ -433,42 +404,25 @@ def _check_pipeline(args: TrainKeys, model: ModelKeys, network: dict[str, Any]) 
 
 def _check_steps(args: TrainKeys) -> None:
     if args.train_iters is not None and args.epochs is not None:
-        raise args.problem(
-            "epochs",
-            f"args.train_iters={args.train_iters} and args.epochs={args.epochs} are both set; "
-            "set one of them to null",
-        )
+        text = f"args.train_iters={args.train_iters} and args.epochs={args.epochs} are both set"
+        raise args.problem("epochs", f"{text}; set one of them to null")
     # With export=all every checkpoint has the files, and with none no checkpoint has.
     interval = args.export_interval
     if interval is not None and args.export != "last":
         text = (
-            f"args.export_interval={interval} adds to args.export=last, but args.export={args.export}; set "
-            "args.export=last, or args.export_interval=null"
+            f" adds to args.export=last, but args.export={args.export}; set args.export=last, or "
         )
-        raise args.problem("export_interval", text)
+        raise args.refusal("export_interval", f"{text}args.export_interval=null")
     if interval is not None and (not args.save_interval or interval % args.save_interval):
-        text = (
-            f"args.export_interval={interval} must be a multiple of args.save_interval="
-            f"{show(args.save_interval)}: files are written into checkpoints; change one of them"
-        )
-        raise args.problem("export_interval", text)
+        text = f" must be a multiple of args.save_interval={show(args.save_interval)}: files are written"
+        raise args.refusal("export_interval", f"{text} into checkpoints; change one of them")
     if args.train_iters is not None and (args.profiling or 0) >= args.train_iters:
-        text = (
-            f"args.profiling={args.profiling} must be below args.train_iters={args.train_iters}, where "
-            "the run ends; use an earlier step"
-        )
-        raise args.problem("profiling", text)
+        text = f" must be below args.train_iters={args.train_iters}, where the run ends; use an earlier step"
+        raise args.refusal("profiling", text)
     # The first share must be above 0: something must be left to train on.
     if not re.fullmatch(r"[\d.]*[1-9][\d.]*(,[\d.]+){0,2}", args.split):
-        text = (
-            f"args.split={args.split!r} must be the shares of training, validation and test data, such "
-            "as 9,1,0"
-        )
-        raise args.problem("split", text)
-    _check_weights(args)
-
-
-def _check_weights(args: TrainKeys) -> None:
+        text = f"args.split={args.split!r} must be the shares of training, validation and test data, such"
+        raise args.problem("split", f"{text} as 9,1,0")
     key, weights = args.key("train_data_weights"), args.train_data_weights
     if weights is None:
         return
@@ -482,61 +436,55 @@ def _check_weights(args: TrainKeys) -> None:
 
 def _check_precision(args: TrainKeys) -> None:
     if args.bf16 and args.fp16:
-        raise args.problem(
-            "fp16", "args.bf16 and args.fp16 are both true; set one of them to false"
-        )
-    if args.fp16 and not torch.cuda.is_available():
-        text = "args.fp16=true needs a GPU; on a CPU use args.bf16=true or neither"
+        text = "args.bf16 and args.fp16 are both true; set one of them to false"
         raise args.problem("fp16", text)
+    if args.fp16 and not torch.cuda.is_available():
+        raise args.refusal("fp16", " needs a GPU; on a CPU use args.bf16=true or neither")
 
 
-def _check_channels(network: dict[str, Any]) -> None:
-    given, made = network["in_channels"], network["out_channels"]
+def _check_network(run: Run) -> None:
+    network_class(run.network_target, run.allow_import)
+    given, made = run.fields["in_channels"], run.fields["out_channels"]
     if given % made > 1 or given < made:  # one channel of a mask
         key = f"{NETWORK_KEY}.in_channels"
-        text = (
-            f"{key}={given} must equal out_channels={made}, or have those of model.conditions, too"
-        )
-        raise KeyProblem(key, "; ".join(filter(None, (text, derived_models(given, made)))))
+        rule = f"must equal out_channels={made}, or have those of model.conditions, too"
+        texts = f"{key}={given} {rule}", derived_models(given, made)
+        raise KeyProblem(key, "; ".join(filter(None, texts)))
 
 
-def _check_data(
-    args: TrainKeys, model: ModelKeys, data: Component | None, network: dict[str, Any]
-) -> None:
+def _check_data(run: Run) -> None:
+    args, model, data = run.args, run.model, run.data
+    check_conditions(model, run.fields)
     if args.latent_cache is None:
         for name in ("encode_first", "cached_noised_images"):
-            key, value = f"args.{name}", getattr(args, name)
-            if value:
-                text = f"{key}={show(value)} applies to a latent cache, but args.latent_cache is not set"
-                raise KeyProblem(key, f"{text}; set that to a folder: args.latent_cache=PATH")
-    key, number = args.key("cached_noised_images"), args.cached_noised_images
-    if args.latent_cache is not None and "masked_video" in model.inputs:
-        key = args.key("latent_cache")
-        text = f"{key}={args.latent_cache} holds no masked videos: masks are drawn in each step"
-        raise KeyProblem(key, f"{text}; set {key}=null")
-    if number and "image" not in model.inputs:
-        text = f"{key}={number} applies to image-to-video, but the model takes no image; set it to"
-        raise KeyProblem(key, f"{text} 0")
+            if getattr(args, name):
+                text = " applies to a latent cache, but args.latent_cache is not set; set that to a folder"
+                raise args.refusal(name, f"{text}: args.latent_cache=PATH")
+    elif "masked_video" in model.inputs:
+        text = " holds no masked videos: masks are drawn in each step; set args.latent_cache=null"
+        raise args.refusal("latent_cache", text)
+    if args.cached_noised_images and "image" not in model.inputs:
+        text = " applies to image-to-video, but the model takes no image; set it to 0"
+        raise args.refusal("cached_noised_images", text)
     if data is not None and video_data(data) is not None:
-        _check_pixel_data(args, model, data, network)
+        _check_pixel_data(args, model, data, run.fields)
+        check_frozen_parts(run.frozen, run.fields["text_length"])
     elif args.latent_cache is not None:
-        text = f"args.latent_cache={args.latent_cache} does not work with {data and data.target}: the cache "
-        text += "replaces video files; use a data set of video files, or set args.latent_cache=null"
-        raise args.problem("latent_cache", text)
+        text = f" does not work with {data and data.target}: the cache replaces video files; use a data set of "
+        raise args.refusal("latent_cache", f"{text}video files, or set args.latent_cache=null")
 
 
-def _check_evaluation(
-    args: TrainKeys, model: ModelKeys, data: Component | None, sampler: Component | None
-) -> None:
+def _check_evaluation(run: Run) -> None:
     """Check the prompts and images that evaluations sample, and read every image once.
 
     Without evaluations they are not used, and not checked.
     """
-    check_scores(args, data)
+    args = run.args
+    check_scores(args, run.data)
     if not args.has_evaluation:
         return
-    if sampler is not None:
-        check_negative_prompt(args.negative_prompt, sampler)
+    if run.sampler is not None:
+        check_negative_prompt(args.negative_prompt, run.sampler)
     if args.eval_prompt_file is not None and args.eval_prompts:
         key = args.key("eval_prompt_file")
         text = f"{key}={brief(args.eval_prompt_file)} and args.eval_prompts are both set"
@@ -545,7 +493,7 @@ def _check_evaluation(
     try:
         # Reads the files once more than the evaluation does, which is cheap, and reports before it.
         images = [prompt.image for prompt in given_prompts(args) if prompt.image is not None]
-        if images and "image" not in model.inputs:
+        if images and "image" not in run.model.inputs:
             text = f"has the image {images[0]}, but a text-to-video model does not use images"
             raise ValueError(f"{name}={getattr(args, name[5:])} {text}; leave them out")
         for image in images:
@@ -562,8 +510,8 @@ def _check_pixel_data(
     """Check what training on video files needs: sizes and frame counts."""
     params = data.arguments
     if model.latent_input:
-        text = f"model.latent_input=true, but {data.target} returns pixels; set it to false"
-        raise model.problem("latent_input", text)
+        text = f", but {data.target} returns pixels; set it to false"
+        raise model.refusal("latent_input", text)
     if not args.train_data:
         text = "args.train_data is empty; set it to the folders of the training videos"
         raise args.problem("train_data", text)

@@ -30,8 +30,10 @@ def check_compilers(args: TrainKeys, is_training: bool) -> None:
         return
     key = args.key("compile")
     if is_training and args.zero_stage == 3:
-        text = f"{key}=true does not support ZeRO-3, whose gathering of weights cannot be traced"
-        raise KeyProblem(key, f"{text}; use stage 2 or {key}=false")
+        text = (
+            " does not support ZeRO-3, whose gathering of weights cannot be traced; use stage 2 or "
+        )
+        raise args.refusal("compile", f"{text}{key}=false")
     if has_gpu:
         _check_triton(key, "true", "false")
     else:
@@ -46,10 +48,8 @@ def check_fp8(args: TrainKeys) -> None:
     if args.quantize_base != "fp8" or not torch.cuda.is_available():
         return  # a CPU computes the same roundings
     if torch.cuda.get_device_capability() < _FP8_CAPABILITY:
-        text = (
-            f"{key}=fp8 needs a GPU with fp8 matrix products (RTX 4090, L40S, H100 or newer), but "
-        )
-        raise KeyProblem(key, f"{text}this one is {torch.cuda.get_device_name()}; set {key}=int8")
+        text = " needs a GPU with fp8 matrix products (RTX 4090, L40S, H100 or newer), but this one is "
+        raise args.refusal("quantize_base", f"{text}{torch.cuda.get_device_name()}; set {key}=int8")
     if args.precision != "bf16":
         text = f"{key}=fp8 has products in bf16 on a GPU, but the run is in {args.precision}; set"
         raise KeyProblem(key, f"{text} deepspeed.bf16.enabled=true, or {key}=int8")

@@ -35,11 +35,8 @@ def infer_layout(
     and users then give a manifest, say. ValueError if several data sets could read them; StoreError if
     they lie in a store and the local cache cannot be written. reads_stores: or leave such data as they are.
     """
-    target, key, args = (
-        sections["data"].get("target"),
-        TrainKeys.key("train_data"),
-        sections["args"],
-    )
+    target, args = sections["data"].get("target"), sections["args"]
+    key = TrainKeys.key("train_data")
     sources = [*args["train_data"], *args["valid_data"]]
     if any(map(store.is_url, [*sources, args["latent_cache"] or ""])):
         if not reads_stores:

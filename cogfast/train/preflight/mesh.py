@@ -13,8 +13,7 @@ from cogfast.model.config import TransformerConfig
 from cogfast.train.keys import TrainKeys
 from cogfast.train.video_size import bucket_sizes, sampled_size
 
-_AXES = ("model_parallel_size", "context_parallel_size", "sequence_parallel")
-_TENSOR, _CONTEXT, _ROWS = map(TrainKeys.key, _AXES)
+_TENSOR, _CONTEXT = map(TrainKeys.key, ("model_parallel_size", "context_parallel_size"))
 
 
 def check_mesh(
@@ -37,47 +36,35 @@ def check_mesh(
             text = f"{key}={size} splits the work of cogfast's own modules, not of those that {network} adds"
             raise KeyProblem(key, f"{text}; use 1, and a higher ZeRO stage for memory")
         if size > 1 and model.lora_dropout > 0:
-            text = (
-                f"{key}={size} does not support lora_dropout={model.lora_dropout}: its ranks would "
-            )
-            raise KeyProblem(key, f"{text}drop other entries than one rank; use lora_dropout: 0")
-    of = f"num_attention_heads={heads}"
-    _check_heads(_TENSOR, tensor, heads, of)
-    _check_ranks(_TENSOR, tensor, world, heads, f"the number of ranks, {world}")
-    left, of_ranks = world // tensor, f"the number of ranks, {world}"
-    if tensor > 1:
-        of += f" / {_TENSOR}={tensor} = {heads // tensor}"
-        of_ranks += f" / {_TENSOR}={tensor} = {left}"
-    _check_heads(_CONTEXT, context, heads // tensor, of)
-    _check_ranks(_CONTEXT, context, left, heads // tensor, of_ranks)
+            text = f"{key}={size} does not support lora_dropout={model.lora_dropout}: its ranks would drop"
+            raise KeyProblem(key, f"{text} other entries than one rank; use lora_dropout: 0")
+    of_heads, of_ranks = f"num_attention_heads={heads}", f"the number of ranks, {world}"
+    for key, size in ((_TENSOR, tensor), (_CONTEXT, context)):
+        divisors = [n for n in range(1, heads + 1) if heads % n == 0]
+        if size not in divisors:
+            fitting = ", ".join(map(str, divisors))
+            raise KeyProblem(key, f"{key}={size} must divide {of_heads}; use {fitting}")
+        if world % size:
+            fitting = ", ".join(str(n) for n in divisors if world % n == 0)
+            text = f"{key}={size} must divide {of_ranks}; use {fitting}, or start another number of ranks"
+            raise KeyProblem(key, f"{text} (--nproc_per_node)")
+        heads, world = heads // size, world // size
+        if size > 1:
+            of_heads += f" / {key}={size} = {heads}"
+            of_ranks += f" / {key}={size} = {world}"
     if not args.sequence_parallel:
         return
     if tensor == 1:
-        text = f"{_ROWS}=true splits rows between tensor-parallel ranks, but {_TENSOR}=1; set that to 2"
-        raise KeyProblem(_ROWS, f"{text} or more, or sequence_parallel to false")
+        text = f" splits rows between tensor-parallel ranks, but {_TENSOR}=1; set that to 2 or more, or"
+        raise args.refusal("sequence_parallel", f"{text} sequence_parallel to false")
     sizes = bucket_sizes(data, model)
     if not sizes and "video_size" in data:
         sizes = [sampled_size(data, model)]
     for tokens in (size.num_tokens(model) for size in sizes):
         if tokens % (tensor * context):
-            text = f"{_ROWS}=true splits {tokens} text and video tokens between {tensor * context} ranks "
-            text += f"({_TENSOR}={tensor}, {_CONTEXT}={context}), which does not divide them; use "
-            raise KeyProblem(_ROWS, f"{text}sizes that do, another video size, or {_ROWS}=false")
-
-
-def _check_heads(key: str, size: int, heads: int, of: str) -> None:
-    if size < 1 or heads % size:
-        fitting = ", ".join(str(n) for n in range(1, heads + 1) if heads % n == 0)
-        raise KeyProblem(key, f"{key}={size} must divide {of}; use {fitting}")
-
-
-def _check_ranks(key: str, size: int, ranks: int, heads: int, of: str) -> None:
-    """Refuse a size that does not divide `ranks`, and name those that divide the heads as well."""
-    if ranks % size:
-        divisors = (n for n in range(1, ranks + 1) if ranks % n == 0 == heads % n)
-        fitting = ", ".join(map(str, divisors))
-        text = f"{key}={size} must divide {of}; use {fitting}, or start another number of ranks"
-        raise KeyProblem(key, f"{text} (--nproc_per_node)")
+            text = f" splits {tokens} text and video tokens between {tensor * context} ranks ({_TENSOR}={tensor}, "
+            text += f"{_CONTEXT}={context}), which does not divide them; use sizes that do, another video size, or "
+            raise args.refusal("sequence_parallel", f"{text}args.sequence_parallel=false")
 
 
 def check_global_batch(

@@ -16,8 +16,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from cogfast.config.components import own_optimizer
 from cogfast.config.sat_unused import FIRST_STAGE, OPTIMIZER, TEXT_ENCODERS
-from cogfast.core.values import KeyProblem, cut
+from cogfast.core.component import Component
+from cogfast.core.values import KeyProblem, cut, select
 from cogfast.extensions.formats.image_scale import difference, pipeline_code, stock_scale
 from cogfast.model.config import TransformerConfig
 from cogfast.model.keys import ModelKeys
@@ -42,10 +44,8 @@ def check_frozen_parts(frozen: FrozenParts, text_length: int) -> None:
         text = f"{key} is missing: an autoencoder with random weights cannot encode videos"
         raise KeyProblem(key, f"{text}; set it to the path of 3d-vae.pt")
     if text_encoder is None:
-        text = (
-            f"{TEXT_ENCODERS} is missing or empty: captions are encoded by a text encoder; add one"
-        )
-        raise ValueError(f"{text}, {fix}")
+        text = f"{TEXT_ENCODERS} is missing or empty: captions are encoded by a text encoder"
+        raise ValueError(f"{text}; add one, {fix}")
     # A user's own text encoder may have no such argument; then there is nothing to compare.
     default = inspect.signature(text_encoder.kind).parameters.get("max_length")
     length = text_encoder.arguments.get("max_length", default and default.default)
@@ -76,17 +76,47 @@ def missing_frozen(frozen: FrozenParts) -> Iterator[tuple[str, str]]:
 def try_optimizer(args: TrainKeys, section: Mapping[str, Any], allow_import: Sequence[str]) -> None:
     """Build the optimizer of DeepSpeed's section; KeyProblem if that fails."""
     # One element stands for the model, which is too large to build here.
-    weight = nn.Parameter(torch.zeros(1, 1))
-    build = partial(
-        build_optimizer,
-        section.get("optimizer") or {},
-        [{"params": [weight]}],
-        allow_import=allow_import,
-        moments=args.optimizer_moments,
-        ema_device=args.ema_device,
-        lr=args.lr,
-    )
-    try_build(OPTIMIZER, build)
+    groups: list[dict] = [{"params": [nn.Parameter(torch.zeros(1, 1))]}]
+    given = section.get("optimizer") or {}, groups, args.kernels, allow_import
+    state = args.optimizer_moments, args.ema_device, args.lr
+    try_build(OPTIMIZER, partial(build_optimizer, *given, *state))
+
+
+def try_diffusion(*parts: Component | None) -> None:
+    for part in parts:
+        if part is not None:
+            try_build(part.key, part.build)
+
+
+def check_optimizer_state(args: TrainKeys, section: Mapping[str, Any]) -> None:
+    """Check where the optimizer's state is. section: DeepSpeed's."""
+    device = select(section, "zero_optimization.offload_optimizer.device")
+    offload = f"deepspeed.zero_optimization.offload_optimizer.device={device}"
+    if args.ema_device == "cpu" and device in ("cpu", "nvme"):
+        text = f", but {offload} takes all state of the optimizer off the device, the EMA included"
+        raise args.refusal("ema_device", f"{text}; leave out one of them")
+    if args.optimizer_moments == "8bit" and device == "nvme":
+        text = f" does not work with {offload}, which moves float32 state; use device=cpu, or "
+        raise args.refusal("optimizer_moments", f"{text}optimizer_moments=fp32")
+    optimizer = section.get("optimizer") or {}
+    if own_optimizer(optimizer) and (args.zero_stage == 3 or device in ("cpu", "nvme")):
+        cause = "args.zero_stage=3" if args.zero_stage == 3 else offload
+        text = f"{OPTIMIZER}.type={optimizer['type']} does not work with {cause}, whose step sees a part of "
+        text += "the model at a time; use ZeRO 0 to 2 without offload_optimizer, or sat.ops.FusedEmaAdam"
+        raise KeyProblem(f"{OPTIMIZER}.type", text)
+
+
+def check_offload(args: TrainKeys) -> None:
+    policy = args.activation_checkpointing
+    text = f" with args.activation_checkpointing={policy}"
+    if args.offload_activations and policy == "none":
+        text += " would copy every activation; use full, attention_kept, pointwise or auto"
+        raise args.refusal("offload_activations", text)
+    if args.offload_activations and args.compile and policy != "full":
+        text += (
+            " does not support args.compile=true, which keeps activations inside compiled blocks"
+        )
+        raise args.refusal("offload_activations", f"{text}; use full, or args.compile=false")
 
 
 def try_build(key: str, build: Callable[[], object]) -> None:

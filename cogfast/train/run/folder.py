@@ -315,11 +315,6 @@ def adapters_to_resume(checkpoint: Path) -> Path | None:
     return None
 
 
-def tensorboard_folder(run: Path, args: TrainKeys) -> Path:
-    """Return the folder of a run's TensorBoard files."""
-    return run / ("logs" if args.folder_layout == "finetune" else "tensorboard")
-
-
 def wandb_id(run: Path) -> str:
     """Return the id of a run in W&B: the folder's name if it has a date, else one in a file of it."""
     if _STAMP.search(run.name):
@@ -501,10 +496,8 @@ def describe_run(
     environment = _environment(world_size) | {"has_local_changes": bool(changes_of_code)}
     try:
         if changed or not (folder / _CONFIG).is_file():
-            name, text = (
-                f"training_config{mark if changed else ''}.yaml",
-                OmegaConf.to_yaml(with_urls(dict(sections))),
-            )
+            name = f"training_config{mark if changed else ''}.yaml"
+            text = OmegaConf.to_yaml(with_urls(dict(sections)))
             write_text(folder / name, text, 0o666 if shown(text) == text else 0o600)
         write_text(folder / f"environment{mark}.json", json.dumps(environment, indent=2) + "\n")
         if changes_of_code:

@@ -23,18 +23,14 @@ class Run:
 
     args: TrainKeys
     model: ModelKeys
-    network_target: (
-        str  # the name that the configuration has for the network's class; "" without one
-    )
+    network_target: str  # the name that the configuration has for its class; "" without one
     fields: dict[str, Any]  # of TransformerConfig, also those that no network can have together
     denoiser: Component | None
     loss: Component | None
     sampler: Component | None
     frozen: FrozenParts
     data: Component | None  # its argument data_dir is not set
-    data_arguments: Mapping[
-        str, Any
-    ]  # under cogfast's names, also if the data set's class is left out
+    data_arguments: Mapping[str, Any]  # under cogfast's names, also without the class
     sections: Mapping[str, dict[str, Any]]  # plain values, as the run saves them
     origins: Mapping[str, str]  # dotted key of a value -> file name, "command line" or "default"
     unused: Mapping[str, str]  # accepted key without effect -> reason

@@ -28,7 +28,6 @@ from cogfast.extensions.plan.trace import train_flops
 from cogfast.extensions.sample.generate import SampledVideo
 from cogfast.model.attention import Attention
 from cogfast.train.keys import TrainKeys
-from cogfast.train.run.folder import tensorboard_folder
 from cogfast.train.run.trackers import LogFile, TensorBoardRun, WandbRun
 from cogfast.train.video_size import SampleSize
 from cogfast.train.watchers.watcher import Watcher
@@ -130,7 +129,8 @@ class Metrics(Watcher):
             self.running_loss = running[-1] if running else math.nan
             # Drop the lines that an earlier run wrote after the checkpoint that this run resumes from.
             purge_step = start_step + 1 if start_step else 0
-            self.tensorboard = TensorBoardRun(tensorboard_folder(folder, args), purge_step)
+            name = "logs" if args.folder_layout == "finetune" else "tensorboard"
+            self.tensorboard = TensorBoardRun(folder / name, purge_step)
             if args.wandb:
                 self.wandb = WandbRun(folder, args.wandb_project_name)
 

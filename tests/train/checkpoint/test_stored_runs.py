@@ -31,7 +31,7 @@ from cogfast.train.keys import TrainKeys
 from cogfast.train.phases import _take_adapters
 from cogfast.train.run import folder
 from cogfast.train.run.folder import adapters_to_resume, checkpoint_to_resume, open_run_folder
-from cogfast.train.run.run_log import RunLog
+from cogfast.train.run.trackers import RunLog
 from cogfast.train.trainer import Trainer
 from tests.support.interrupted.kills import assert_same_run
 from tests.support.refusals import assert_refused

@@ -31,7 +31,7 @@ from cogfast.train.run.folder import (
     plain_sections,
     wandb_id,
 )
-from cogfast.train.run.run_log import RunLog
+from cogfast.train.run.trackers import RunLog
 from tests.support.refusals import assert_line, assert_refused
 from tests.support.runs import Run
 from tests.support.tiny_run import assert_same, launch_ranks
