@@ -273,7 +273,11 @@ class _T5Block(nn.Module):
     def draw_weights(self) -> None:
         # {layer: the number of which its standard deviation is the inverse root}
         width = self.q.in_features
-        attention: dict[nn.Linear | nn.Embedding, int] = {self.q: width * self.d_kv, self.k: width, self.v: width}
+        attention: dict[nn.Linear | nn.Embedding, int] = {
+            self.q: width * self.d_kv,
+            self.k: width,
+            self.v: width,
+        }
         attention[self.o] = self.o.in_features
         if self.buckets is not None:
             attention[self.buckets] = width

@@ -265,10 +265,11 @@ class Parts:
         url = name_of(unsent)
         copy = _COPIES.get(url.partition("://")[0], "copy") + f" {unsent} {url}"
         where = " on each machine" if self.groups.world_size > 1 else ""
-        resume = resume_words(self.run, url)
-        return (
-            f"{url} is not in the store; run `{copy}`{where}, then the same command with {resume}"
-        )
+        how = f"run `{copy}`{where}, then the same command with {self._resume_words(url)}"
+        return f"{url} is not in the store; {how}"
+
+    def _resume_words(self, folder: str) -> str:
+        return resume_words(self.run.args, self.run.origins, folder)
 
     def how_to_resume(self) -> str:
         """Describe the last checkpoint and the command that resumes from it."""
@@ -276,7 +277,7 @@ class Parts:
         if self.how_to_upload():
             return f"its files are in {self.writer.unsent}, but not in the store; the log says how to upload them"
         if path is None:
-            how = "" if self.args.run_folder is None else f" with {resume_words(self.run, 'auto')}"
+            how = "" if self.args.run_folder is None else f" with {self._resume_words('auto')}"
             return (
                 f"nothing is saved in {name_of(folder)}; run the same command{how} to start again"
             )
@@ -284,7 +285,7 @@ class Parts:
         is_own = run_of(path).absolute() == folder.absolute()
         if self.args.elastic != "off":
             return f"the last checkpoint is {name_of(path)}; torchrun, or the same command, resumes from it"
-        resume = resume_words(self.run, name_of(folder if is_own else path))
+        resume = self._resume_words(name_of(folder if is_own else path))
         return (
             f"the last checkpoint is {name_of(path)}; run the same command with {resume} to resume"
         )

@@ -75,7 +75,9 @@ class RunFiles:
         # The run had another number of shards: join all of its own, then cut as the caller does.
         stored = []
         for index in range(count):
-            values = out.new_empty(Shard(self.shapes[name], dim, num_parts, index, count).share_shape)
+            values = out.new_empty(
+                Shard(self.shapes[name], dim, num_parts, index, count).share_shape
+            )
             self._read(values.view(-1), 0, name, kind, (index, count))
             stored.append(values)
         whole = join(stored, *cut)

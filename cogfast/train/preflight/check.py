@@ -95,18 +95,18 @@ def _check_name(args: TrainKeys) -> None:
         raise args.problem("experiment_name", f"{text}; args.save sets the folder above it")
 
 
-def _check_run_folder(run: Run) -> None:
+def _check_run_folder(
+    args: TrainKeys, sections: Mapping[str, Mapping], origins: Mapping[str, str]
+) -> None:
     """Check what can be checked before clips are encoded, which may take hours (args.encode_first)."""
-    args = run.args
     try:
         check_creatable(args)
         is_left_out = args.run_folder is None or is_url(args.run_folder)
         checkpoint = None if is_left_out else resumed_in_run_folder(args)
         if checkpoint is not None and adapters_to_resume(checkpoint) is None:
             manifest = read_manifest(checkpoint, RESUMABLE)
-            fitted, _ = fit_rates(run.origins, args, sys.maxsize, manifest)
-            own = {**run.sections["args"], "warmup_steps": fitted.warmup_steps}
-            now = {**run.sections, "args": own}
+            fitted, _ = fit_rates(origins, args, sys.maxsize, manifest)
+            now = {**sections, "args": {**sections["args"], "warmup_steps": fitted.warmup_steps}}
             # Global batch and trainer of this run are not known yet: they are compared when it starts.
             known = manifest["global_batch"], manifest.get("classes", {})
             check_changes(checkpoint, manifest, now, *known)
@@ -166,9 +166,11 @@ def check_train(run: Run, world_size: int | None = None) -> None:
     _require(run.sections["model"], "network_config", "denoiser_config", "loss_fn_config")
     _require_data(run.data)
     # All at once: a user with four wrong paths should not start four times.
-    _refuse_missing(run.origins, _placeholders(run.sections), _missing_paths(run))
+    _refuse_missing(
+        run.origins, _placeholders(run.sections), _missing_paths(args, run.data, run.frozen)
+    )
     _check_name(args)
-    _check_run_folder(run)
+    _check_run_folder(args, run.sections, run.origins)
     _check_steps(args)
     if model.input_key != "mp4":
         raise model.refusal("input_key", " must be mp4, the key of the videos in a batch")
@@ -181,7 +183,7 @@ def check_train(run: Run, world_size: int | None = None) -> None:
     _check_precision(args)
     check_optimizer_state(args, run.deepspeed)
     check_compilers(args, is_training=True)
-    _check_network(run)
+    _check_network(run.network_target, run.fields, run.allow_import)
     _check_pipeline(args, model, run.fields)
     network = run.network
     sizes = network.config
@@ -204,9 +206,9 @@ def check_train(run: Run, world_size: int | None = None) -> None:
         text += "orthogonalize the two factors of an adapter, not what they change together"
         raise KeyProblem(key, f"{text}; use Prodigy or sat.ops.FusedEmaAdam")
     _check_base(args, network)
-    _check_data(run)
+    _check_data(args, run.model, run.data, run.frozen, run.fields)
     check_sparse(args, sizes, data, is_training=True)
-    _check_evaluation(run)
+    _check_evaluation(args, model, run.data, run.sampler)
     try_diffusion(run.denoiser, run.loss, run.sampler)
     try_optimizer(args, run.deepspeed, run.allow_import)
     num_steps = args.train_iters or sys.maxsize  # steps of epochs are known only with the data
@@ -215,7 +217,7 @@ def check_train(run: Run, world_size: int | None = None) -> None:
         key = f"{LORA_KEY}.lora_alpha"
         text = f"{key}=0 makes the adapters' output and all their gradients 0; set args.lora_alpha"
         raise KeyProblem(key, f"{text} to the rank, {sizes.lora_rank}")
-    _check_adapters(run)
+    _check_adapters(args, sizes, run.origins)
 
 
 @names_origins
@@ -230,11 +232,11 @@ def check_cache(run: Run) -> None:
         own = select(stored.get("args", ({}, ""))[0], "latent_cache") or "PATH"
         fix = f"set it to the folder that the latents are written to: args.latent_cache={own}"
         raise ValueError(f"args.latent_cache is missing; {fix}")
-    _refuse_missing(run.origins, _missing_paths(run))
+    _refuse_missing(run.origins, _missing_paths(args, run.data, run.frozen))
     _check_precision(args)
-    _check_network(run)
+    _check_network(run.network_target, run.fields, run.allow_import)
     _check_pipeline(args, run.model, run.fields)
-    _check_data(run)
+    _check_data(args, run.model, run.data, run.frozen, run.fields)
 
 
 @names_origins
@@ -251,12 +253,12 @@ def check_sample(run: Run, weights: str | None = None, given: Sequence[str] = ()
                 "args.load is missing; set it to the weights to sample with, or give a run's folder; "
                 "args.force_inference=true samples with random weights"
             )
-        _check_network(run)
-        _check_adapters(run)
+        _check_network(run.network_target, network, run.allow_import)
+        _check_adapters(args, run.network.config, run.origins)
     _check_precision(args)
     check_compilers(args, is_training=False)
     try_diffusion(run.denoiser, run.loss, run.sampler)
-    _check_network(run)
+    _check_network(run.network_target, run.fields, run.allow_import)
     if weights is None:
         _check_pipeline(args, model, network)
     sizes = run.network.config
@@ -301,9 +303,11 @@ def _placeholders(sections: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
                 yield key, text + more.get(key, of_model * (name == "model"))
 
 
-def _missing_paths(run: Run) -> list[tuple[str, str]]:
+def _missing_paths(
+    args: TrainKeys, data: Component | None, frozen: FrozenParts
+) -> list[tuple[str, str]]:
     """Return (key, text) for each missing file or folder that training reads."""
-    args, videos = run.args, video_data(run.data)
+    videos = video_data(data)
     missing = list(_missing_files(args, _WEIGHTS | _RUN_FILES))
     if videos is not None:
         # If nothing is evaluated, valid_data is not read and need not exist.
@@ -311,7 +315,7 @@ def _missing_paths(run: Run) -> list[tuple[str, str]]:
             for source in getattr(args, name):
                 text = videos.missing_source(f"args.{name}", source)
                 missing += [] if text is None else [(f"args.{name}", text)]
-        missing += missing_frozen(run.frozen)
+        missing += missing_frozen(frozen)
     if args.has_evaluation:
         missing += _missing_files(args, _EVALUATION_FILES)
     return missing
@@ -348,9 +352,10 @@ def _missing_files(args: TrainKeys, keys: Mapping[str, str]) -> Iterator[tuple[s
             yield key, f"{key}={cut(path, 160)} does not exist{near or f'; set it to {fix}'}"
 
 
-def _check_adapters(run: Run) -> None:
-    args, network = run.args, run.network.config
-    if find_origin(run.origins, f"{LORA_KEY}.lora_alpha") == DEFAULT and args.resume is None:
+def _check_adapters(
+    args: TrainKeys, network: TransformerConfig, origins: Mapping[str, str]
+) -> None:
+    if find_origin(origins, f"{LORA_KEY}.lora_alpha") == DEFAULT and args.resume is None:
         # The rank stands for an alpha that is not stated.
         is_other = network.lora_rank and network.lora_alpha != SAT_ALPHA
         for name in ("load", "load_lora"):
@@ -442,9 +447,9 @@ def _check_precision(args: TrainKeys) -> None:
         raise args.refusal("fp16", " needs a GPU; on a CPU use args.bf16=true or neither")
 
 
-def _check_network(run: Run) -> None:
-    network_class(run.network_target, run.allow_import)
-    given, made = run.fields["in_channels"], run.fields["out_channels"]
+def _check_network(target: str, fields: Mapping[str, Any], allow_import: Sequence[str]) -> None:
+    network_class(target, allow_import)
+    given, made = fields["in_channels"], fields["out_channels"]
     if given % made > 1 or given < made:  # one channel of a mask
         key = f"{NETWORK_KEY}.in_channels"
         rule = f"must equal out_channels={made}, or have those of model.conditions, too"
@@ -452,9 +457,14 @@ def _check_network(run: Run) -> None:
         raise KeyProblem(key, "; ".join(filter(None, texts)))
 
 
-def _check_data(run: Run) -> None:
-    args, model, data = run.args, run.model, run.data
-    check_conditions(model, run.fields)
+def _check_data(
+    args: TrainKeys,
+    model: ModelKeys,
+    data: Component | None,
+    frozen: FrozenParts,
+    network: dict[str, Any],
+) -> None:
+    check_conditions(model, network)
     if args.latent_cache is None:
         for name in ("encode_first", "cached_noised_images"):
             if getattr(args, name):
@@ -467,24 +477,25 @@ def _check_data(run: Run) -> None:
         text = " applies to image-to-video, but the model takes no image; set it to 0"
         raise args.refusal("cached_noised_images", text)
     if data is not None and video_data(data) is not None:
-        _check_pixel_data(args, model, data, run.fields)
-        check_frozen_parts(run.frozen, run.fields["text_length"])
+        _check_pixel_data(args, model, data, network)
+        check_frozen_parts(frozen, network["text_length"])
     elif args.latent_cache is not None:
         text = f" does not work with {data and data.target}: the cache replaces video files; use a data set of "
         raise args.refusal("latent_cache", f"{text}video files, or set args.latent_cache=null")
 
 
-def _check_evaluation(run: Run) -> None:
+def _check_evaluation(
+    args: TrainKeys, model: ModelKeys, data: Component | None, sampler: Component | None
+) -> None:
     """Check the prompts and images that evaluations sample, and read every image once.
 
     Without evaluations they are not used, and not checked.
     """
-    args = run.args
-    check_scores(args, run.data)
+    check_scores(args, data)
     if not args.has_evaluation:
         return
-    if run.sampler is not None:
-        check_negative_prompt(args.negative_prompt, run.sampler)
+    if sampler is not None:
+        check_negative_prompt(args.negative_prompt, sampler)
     if args.eval_prompt_file is not None and args.eval_prompts:
         key = args.key("eval_prompt_file")
         text = f"{key}={brief(args.eval_prompt_file)} and args.eval_prompts are both set"
@@ -493,7 +504,7 @@ def _check_evaluation(run: Run) -> None:
     try:
         # Reads the files once more than the evaluation does, which is cheap, and reports before it.
         images = [prompt.image for prompt in given_prompts(args) if prompt.image is not None]
-        if images and "image" not in run.model.inputs:
+        if images and "image" not in model.inputs:
             text = f"has the image {images[0]}, but a text-to-video model does not use images"
             raise ValueError(f"{name}={getattr(args, name[5:])} {text}; leave them out")
         for image in images:

@@ -64,13 +64,13 @@ def log_results(lines: Sequence[Mapping], samples: Path | None) -> None:
         logger.info("%s", ", ".join(parts))
 
 
-def resume_words(run: Run, folder: str) -> str:
+def resume_words(args: TrainKeys, origins: Mapping[str, str], folder: str) -> str:
     """Return the option that resumes the run in `folder`, for the command that started it."""
     # cogfast finetune sets this key by its own option, and resumes by its own, too.
-    if run.origins.get(run.args.key("run_folder")) == "--output_dir":
+    if origins.get(args.key("run_folder")) == "--output_dir":
         return f"--resume_from_checkpoint {shlex.quote(folder)}"
     # Its option takes no address, and cogfast train has the key, too.
-    option = "args.resume=" if run.args.folder_layout == "finetune" else "--resume "
+    option = "args.resume=" if args.folder_layout == "finetune" else "--resume "
     return option + shlex.quote(folder)
 
 
@@ -99,7 +99,7 @@ def log_commands(run: Run, folder: str, num_steps: int, is_lora: bool, shows_ema
     commands = {
         "to sample": f"cogfast sample {shown_folder}{own}{words} --prompt TEXT{files} --out DIR{hint}",
         "to convert": f"cogfast convert {shown_folder} DIR --to {to}{more_words}",
-        "to train on": f"the same command with {resume_words(run, folder)} {more}",
+        "to train on": f"the same command with {resume_words(args, run.origins, folder)} {more}",
     }
     is_given = name_of(args.load or "") in theirs.values()
     is_merged = model.trainable_modules is not None if is_lora else is_given
