@@ -18,9 +18,9 @@ import yaml
 
 from cogfast.cli.option_table import Group, groups, parameters_of, render
 from cogfast.config.components import PLACES, with_defaults
-from cogfast.config.sat_classes import NETWORKS, TARGETS
+from cogfast.config.sat_classes import TARGETS
 from cogfast.config.sat_network import NETWORK_KEY, NETWORK_MODELS, VAE_KEY
-from cogfast.config.sat_unused import LOSS_SCALING, Only, Unused, rules
+from cogfast.config.sat_unused import LOSS_SCALING, NETWORKS, Only, Unused, rules
 from cogfast.config.yaml_files import CONFIGS, to_dict
 from cogfast.core.values import is_component_schema, json_schema, leaves, show
 from cogfast.distributed.keys import DeepSpeedKeys

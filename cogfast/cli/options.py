@@ -19,8 +19,7 @@ from itertools import filterfalse
 from pathlib import Path
 
 from cogfast.cli.parser import RUN_CONFIG, Parser, check_run, local_path, number_up_to, refuse_cut
-from cogfast.config.sat_network import POSITION_KEY
-from cogfast.config.sat_unused import Unused, rules
+from cogfast.config.sat_unused import POSITION_KEY, Unused, rules
 from cogfast.core.files import read_limited
 from cogfast.core.keys import COMMAND_LINE, DEFAULT, find_origin, level
 from cogfast.core.values import nearest_folder

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 from cogfast.core.addresses import check_address, is_url
+from cogfast.core.keys import SECTIONS
 from cogfast.core.values import nearest
-from cogfast.door.merged_config import SECTIONS
 from cogfast.extensions.stores.mirror import name_of, url_of
 from cogfast.train.keys import TrainKeys
 

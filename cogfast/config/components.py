@@ -23,9 +23,10 @@ from typing import Annotated, Any, TypeGuard, get_args, get_origin
 
 from omegaconf import DictConfig
 
-from cogfast.config.sat_classes import NETWORKS, TARGETS, SatClass
+from cogfast.config.sat_classes import TARGETS, SatClass
+from cogfast.config.sat_unused import NETWORKS
 from cogfast.config.yaml_files import to_dict
-from cogfast.core.component import Component
+from cogfast.core.component import NONE, Component
 from cogfast.core.keys import DEFAULT
 from cogfast.core.values import (
     KeyProblem,
@@ -41,8 +42,6 @@ from cogfast.core.values import (
     validated,
 )
 from cogfast.moved import find
-
-NONE = "torch.nn.Identity"  # upstream's files use it for a component that is left out
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -117,11 +116,6 @@ def own_optimizer(section: Mapping | None) -> str:
     name = kind.rpartition(".")[2].lower()
     is_own = kind.lower() == name or kind in OWN_OPTIMIZERS.values()
     return name if is_own and name in OWN_OPTIMIZERS else ""
-
-
-def is_none(node: Mapping | None) -> bool:
-    """Return whether a component is left out of the configuration."""
-    return node is None or node["target"] == NONE
 
 
 def place_of(key: str) -> str:

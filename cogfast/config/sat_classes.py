@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from cogfast.config.sat_network import autoencoder_arguments, network_arguments
-from cogfast.config.sat_unused import why_unused
+from cogfast.config.sat_unused import NETWORKS, why_unused
 from cogfast.core.values import KeyProblem, join, show
 
 _DIFFUSION = "sgm.modules.diffusionmodules"
@@ -63,8 +63,6 @@ _TABLE = {"do_append_zero": False, "flip": True}  # the table that idx indexes
 _DENOISER = SatClass(
     path="cogfast.diffusion.denoiser.DiscreteDenoiser", only={**_TABLE, "quantize_c_noise": False}
 )
-# Both names of the network take SAT's params.
-NETWORKS = "dit_video_concat.DiffusionTransformer", "cogfast.model.transformer.DiffusionTransformer"
 _AUTOENCODER = SatClass(
     path="cogfast.model.autoencoder.video_autoencoder_from_sat", arguments=autoencoder_arguments
 )

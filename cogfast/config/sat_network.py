@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 from annotated_types import MaxLen
 from omegaconf import DictConfig
 
-from cogfast.config.sat_unused import FIRST_STAGE, LORA_KEY, NETWORK_KEY, why_unused
+from cogfast.config.sat_unused import FIRST_STAGE, LORA_KEY, NETWORK_KEY, POSITION_KEY, why_unused
 from cogfast.config.yaml_files import to_dict
 from cogfast.core.values import (
     KeyProblem,
@@ -21,7 +21,6 @@ from cogfast.core.values import (
     validated,
 )
 
-POSITION_KEY = f"{NETWORK_KEY}.modules.pos_embed_config.params"
 VAE_KEY = f"{FIRST_STAGE}.params"
 POSITION_SINCOS = "dit_video_concat.Basic3DPositionEmbeddingMixin"
 POSITION_ROTARY = "dit_video_concat.Rotary3DPositionEmbeddingMixin"

@@ -57,6 +57,9 @@ FIRST_STAGE = "model.first_stage_config"
 TEXT_ENCODERS = "model.conditioner_config.params.emb_models"
 OPTIMIZER = "deepspeed.optimizer"
 NETWORK_KEY = f"{NETWORK}.params"
+# Both names of the network take SAT's params.
+NETWORKS = "dit_video_concat.DiffusionTransformer", "cogfast.model.transformer.DiffusionTransformer"
+POSITION_KEY = f"{NETWORK_KEY}.modules.pos_embed_config.params"
 LORA_KEY = f"{NETWORK_KEY}.modules.lora_config.params"
 _VAE = "VideoAutoencoderInferenceWrapper"
 _VAE_TRAINING = (

@@ -6,9 +6,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from cogfast.core.keys import SECTIONS
 from cogfast.core.values import KeyProblem
 
-_SECTIONS = ("model.", "data.", "args.", "deepspeed.")  # how a message with a key starts
+_SECTIONS = tuple(f"{name}." for name in SECTIONS)  # how a message with a key starts
+NONE = "torch.nn.Identity"  # upstream's files use it for a component that is left out
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -43,6 +45,11 @@ class Component:
     def problem(self, name: str, text: str) -> KeyProblem:
         """Return the error that `text` describes of a param. The caller raises it."""
         return KeyProblem(self.named(name), text)
+
+
+def is_none(node: Mapping | None) -> bool:
+    """Return whether a component is left out of the configuration."""
+    return node is None or node["target"] == NONE
 
 
 def _built(value: Any) -> Any:

@@ -18,6 +18,7 @@ Count = Annotated[int, Range(1, 10**9)]  # steps, epochs, batches
 Batch = Annotated[int, Range(1, 10**5)]
 Size = Annotated[int, Range(1, 2**16)]  # rows, columns, frames
 Share = Annotated[float, Range(0, 1)]
+SECTIONS = ("model", "data", "args", "deepspeed")  # in the order in which they are printed
 # Origins of values that no file has
 COMMAND_LINE = "command line"
 DEFAULT = "default"

@@ -28,10 +28,10 @@ from cogfast.config.yaml_files import (
     to_dict,
 )
 from cogfast.core.addresses import CACHE_VARIABLE, check_address, is_url
-from cogfast.core.keys import COMMAND_LINE, DEFAULT, find_origin
+from cogfast.core.keys import COMMAND_LINE, DEFAULT, SECTIONS, find_origin
 from cogfast.core.values import KeyProblem, Problems, cut, leaves, one_line, show
 from cogfast.door.deepspeed_keys import fold
-from cogfast.door.merged_config import SECTIONS, Config
+from cogfast.door.merged_config import Config
 from cogfast.door.sections import check_sections, complete_sections
 from cogfast.train.keys import TrainKeys
 

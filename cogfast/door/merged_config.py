@@ -12,13 +12,11 @@ from omegaconf import DictConfig, OmegaConf
 
 from cogfast.config.yaml_files import to_dict
 from cogfast.core.addresses import hint, shown
-from cogfast.core.keys import Settings, find_origin, with_origins
+from cogfast.core.keys import SECTIONS, Settings, find_origin, with_origins
 from cogfast.core.values import put
 
 if TYPE_CHECKING:
     from cogfast.train.run.opened import Run
-
-SECTIONS = ("model", "data", "args", "deepspeed")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from cogfast.config.components import component_of, is_none
+from cogfast.config.components import component_of
 from cogfast.config.sat_network import transformer_arguments
-from cogfast.core.component import Component
+from cogfast.core.component import Component, is_none
 from cogfast.core.values import validated
 from cogfast.train.frozen_encoders import FrozenParts
 from cogfast.train.keys import ModelKeys, TrainKeys

@@ -15,10 +15,19 @@ from cogfast.config.components import (
     is_component,
     own_targets,
 )
-from cogfast.config.sat_classes import NETWORKS
 from cogfast.config.sat_network import LORA, LORA_KEY, lora_targets
-from cogfast.config.sat_unused import KEYS, InPlaceOf, Only, Refused, Same, Unused, rules, take
-from cogfast.core.keys import COMMAND_LINE, DEFAULT, Keys, Share, find_origin, level
+from cogfast.config.sat_unused import (
+    KEYS,
+    NETWORKS,
+    InPlaceOf,
+    Only,
+    Refused,
+    Same,
+    Unused,
+    rules,
+    take,
+)
+from cogfast.core.keys import COMMAND_LINE, DEFAULT, SECTIONS, Keys, Share, find_origin, level
 from cogfast.core.values import (
     KeyProblem,
     Model,
@@ -33,7 +42,6 @@ from cogfast.core.values import (
 )
 from cogfast.distributed.keys import DeepSpeedKeys
 from cogfast.door.deepspeed_keys import check_own_sections, prepare
-from cogfast.door.merged_config import SECTIONS
 from cogfast.train.keys import ModelKeys, TrainKeys
 
 COMPONENTS = (

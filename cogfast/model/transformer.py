@@ -12,9 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from cogfast.config.components import import_target
-from cogfast.config.sat_classes import NETWORKS
 from cogfast.config.sat_network import transformer_arguments
-from cogfast.config.sat_unused import NETWORK
+from cogfast.config.sat_unused import NETWORK, NETWORKS
 from cogfast.core.shapes import PatchSize, TokenGrid
 from cogfast.core.slot_random import random_bits
 from cogfast.core.values import KeyProblem, nearest

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
-from cogfast.config.sat_network import POSITION_KEY
+from cogfast.config.sat_unused import POSITION_KEY
 from cogfast.core.shapes import (
     SPATIAL_COMPRESSION,
     TEMPORAL_COMPRESSION,

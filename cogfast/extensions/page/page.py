@@ -23,8 +23,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined, Template
 from markupsafe import Markup
 
 from cogfast import __version__
-from cogfast.config.sat_classes import NETWORKS
-from cogfast.config.sat_unused import LOSS, NETWORK
+from cogfast.config.sat_unused import LOSS, NETWORK, NETWORKS
 from cogfast.core.addresses import shown
 from cogfast.core.files import WriteError, read_limited, write_text
 from cogfast.core.keys import DEFAULT

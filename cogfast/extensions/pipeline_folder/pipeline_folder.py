@@ -18,11 +18,11 @@ from typing import Annotated, Any, Literal, NotRequired
 
 import torch
 
-from cogfast.config.components import is_none
 from cogfast.config.sat_network import NETWORK_KEY, POSITION_KEY, NetworkParams
 from cogfast.config.sat_unused import DENOISER, FIRST_STAGE, SAMPLER, TEXT_ENCODERS
 from cogfast.config.yaml_files import CONFIGS
 from cogfast.core.addresses import is_url
+from cogfast.core.component import is_none
 from cogfast.core.json_files import InsideNames, keys, read_json
 from cogfast.core.keys import COMMAND_LINE, DEFAULT, Settings, find_origin
 from cogfast.core.shapes import SPATIAL_COMPRESSION

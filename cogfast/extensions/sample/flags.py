@@ -8,12 +8,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from cogfast.config.components import is_none
-from cogfast.config.sat_classes import NETWORKS
-from cogfast.config.sat_network import transformer_arguments
-from cogfast.config.sat_unused import SAMPLER
+from cogfast.config.sat_unused import NETWORKS, SAMPLER
 from cogfast.core.addresses import hint, shown
-from cogfast.core.component import Component
+from cogfast.core.component import Component, is_none
 from cogfast.core.keys import COMMAND_LINE, Settings
 from cogfast.core.values import leaves, select, show
 from cogfast.extensions.sample.keys import SamplingKeys
@@ -109,6 +106,7 @@ class SamplingFlags:
             # Either the whole guider is replaced, or the scale in its params.
             put(*self._guider(sampler.get("guider_config")), "--guidance")
         if self.frames is not None:
+            from cogfast.config.sat_network import transformer_arguments
             from cogfast.core.shapes import num_latent_frames
             from cogfast.train.video_size import frames_problem
 
@@ -126,6 +124,7 @@ class SamplingFlags:
                 put(TrainKeys.key("mode"), "inference", "--num-videos")
             put(TrainKeys.key("batch_size"), self.num_videos, "--num-videos")
         if self.size is not None:
+            from cogfast.config.sat_network import transformer_arguments
             from cogfast.train.video_size import size_problem
 
             network = transformer_arguments(model["network_config"]["params"])

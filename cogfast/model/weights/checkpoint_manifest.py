@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import Annotated, Any, NotRequired
 
 import cogfast.extensions.stores.mirror as mirror
-from cogfast.config.yaml_files import check_plain
 from cogfast.core.addresses import each_text, shown
 from cogfast.core.files import (
     DamageError,
@@ -204,6 +203,8 @@ def read_manifest(path: Path, schema: dict = MANIFEST) -> dict:
 def config_of(checkpoint: Path, manifest: dict) -> dict[str, dict[str, Any]]:
     """Return the sections of the configuration with which a checkpoint was trained. A resumed run may
     have others than at its first start."""
+    from cogfast.config.yaml_files import check_plain  # here: OmegaConf has many modules
+
     sections = manifest.get("config", {})
     try:
         check_plain(sections)

@@ -14,11 +14,11 @@ from typing import Any
 
 import torch
 
-from cogfast.config.components import is_none, own_objective, own_optimizer
+from cogfast.config.components import own_objective, own_optimizer
 from cogfast.config.sat_network import LORA_KEY, NETWORK_KEY
 from cogfast.config.sat_unused import OPTIMIZER
 from cogfast.core.addresses import is_url
-from cogfast.core.component import Component
+from cogfast.core.component import Component, is_none
 from cogfast.core.json_files import brief
 from cogfast.core.keys import DEFAULT, find_origin, names_origins
 from cogfast.core.values import KeyProblem, Problems, cut, nearest, one_line, select, show

@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from cogfast.config.sat_classes import NETWORKS
+from cogfast.config.sat_unused import NETWORKS
 from cogfast.core.values import KeyProblem, show
 from cogfast.distributed.keys import DeepSpeedKeys
 from cogfast.model.config import TransformerConfig

@@ -12,8 +12,7 @@ from inspect import iscode, isfunction
 from pathlib import Path
 from typing import Any
 
-from cogfast.config.sat_classes import NETWORKS
-from cogfast.config.sat_unused import own_defaults
+from cogfast.config.sat_unused import NETWORKS, own_defaults
 from cogfast.core.files import open_regular
 from cogfast.core.keys import find_origin, level
 from cogfast.core.values import counted
