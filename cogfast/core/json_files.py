@@ -12,7 +12,8 @@ from collections.abc import Mapping
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Annotated, Any
 
-from pydantic import AfterValidator, ConfigDict, FailFast, WithJsonSchema
+from annotated_types import Predicate
+from pydantic import ConfigDict, FailFast, WithJsonSchema
 from pydantic_core import from_json
 from typing_extensions import TypedDict  # that of Python 3.11 cannot be read by pydantic
 
@@ -40,16 +41,10 @@ def is_inside(value: str) -> bool:
     return bool(value.strip(".")) and "\0" not in value and not (is_rooted or is_up or is_long)
 
 
-def _inside(value: str) -> str:
-    if not is_inside(value):
-        raise ValueError  # the rule is that of the schema
-    return value
-
-
 Size = Annotated[int, Range(1, 2**24)]  # a width, a length, a number of layers
 InsideName = Annotated[
     str,
-    AfterValidator(_inside),
+    Predicate(is_inside),
     WithJsonSchema({"type": "string", "format": "that names a file inside the folder"}),
 ]
 # An error of each of a million entries would fill the memory.

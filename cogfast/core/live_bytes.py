@@ -6,7 +6,6 @@ import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -45,18 +44,14 @@ class LiveBytes(TorchDispatchMode):
     ) -> Any:
         out = func(*args, **(kwargs or {}))
         for leaf in tree_leaves(out):
-            if isinstance(leaf, Tensor):
-                self._add(leaf.untyped_storage())
+            # Views share one storage, which counts once.
+            storage = leaf.untyped_storage() if isinstance(leaf, Tensor) else None
+            if storage is not None and (key := storage._cdata) not in self._sizes:
+                self._sizes[key] = -(-storage.nbytes() // self.block) * self.block
+                self.live += self._sizes[key]
+                weakref.finalize(storage, self._drop, key)
         self.peak = max(self.peak, self.live + self.scratch(func, args))
         return out
-
-    def _add(self, storage: torch.UntypedStorage) -> None:
-        key = storage._cdata
-        # Views share one storage, which counts once.
-        if key not in self._sizes:
-            self._sizes[key] = -(-storage.nbytes() // self.block) * self.block
-            self.live += self._sizes[key]
-            weakref.finalize(storage, self._drop, key)
 
     def _drop(self, key: int) -> None:
         self.live -= self._sizes.pop(key)

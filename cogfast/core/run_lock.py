@@ -68,7 +68,6 @@ class RunLock:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Let other runs train in the folder."""
         if self.url is not None:
             try:
                 self.check()
@@ -199,5 +198,4 @@ def _check_holder(name: str, text: str, holder: str) -> None:
 
 
 def _brief(holder: str) -> str:
-    """Return the process and machine of a line of the lock."""
     return "".join(c if c.isprintable() else "?" for c in " ".join(holder.split()[:4]))

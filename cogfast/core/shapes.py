@@ -68,11 +68,9 @@ class TokenGrid:
         """Return the grid of latents [B, C, T, h, w]. ValueError if patches do not divide them."""
         _, _, t, h, w = latents.shape
         if t % patch.t or h % patch.h or w % patch.w:
-            text = (
-                f"latents of {t}x{h}x{w} (frames x rows x columns) do not divide into patches of "
-            )
-            text += f"{patch.t}x{patch.h}x{patch.w}"
-            raise ValueError(f"{text}; use a clip of a size that does (see cogfast.core.shapes)")
+            rule = f"do not divide into patches of {patch.t}x{patch.h}x{patch.w}; use a clip of a size that does"
+            text = f"latents of {t}x{h}x{w} (frames x rows x columns) {rule}"
+            raise ValueError(f"{text} (see cogfast.core.shapes)")
         return cls(t // patch.t, h // patch.h, w // patch.w)
 
     @property

@@ -16,8 +16,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-_UNIT = 2.0**-53  # the spacing of doubles in [0.5, 1): 53 random bits make a uniform double
-
 
 def random_bits(*key: int | str) -> int:
     """Return 63 random bits that depend on `key` alone, equal on every machine and process."""
@@ -29,7 +27,7 @@ def random_bits(*key: int | str) -> int:
 def random_unit(*key: int | str) -> float:
     """Return a uniform number in [0, 1) that depends on `key` alone."""
     # A double has 53 bits; more of them would round some numbers up to 1.
-    return (random_bits(*key) >> 10) * _UNIT
+    return (random_bits(*key) >> 10) * 2.0**-53
 
 
 @dataclass(frozen=True, slots=True)

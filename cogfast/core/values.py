@@ -261,9 +261,7 @@ def describe(node: dict, whole: dict | None = None, most: float = math.inf) -> s
             return f"a list of {len(node['prefixItems'])} ({items})"
         words, longest = "a list", node.get("maxItems")
         if longest is not None:
-            words += (
-                f" of {longest}" if longest == node.get("minItems") else f" of at most {longest}"
-            )
+            words += " of " + "at most " * (longest != node.get("minItems")) + str(longest)
         items = describe(node["items"], whole, most) if node.get("items") else ""
         return f"{words} (each item: {items})" if items else words
     words = _WORDS.get(node.get("type", ""), "")

@@ -105,10 +105,7 @@ class BadSampleLog:
         return True
 
     def _read_on(self, file: BinaryIO) -> dict[str, str]:
-        """Read the lines that were added since the last call: {path: reason}.
-
-        Leaves out lines torn by a killed process.
-        """
+        """Read the lines that were added since the last call, but for torn ones: {path: reason}."""
         file.seek(self._num_read)
         reasons = {}
         with suppress(ValueError):  # a line of any length, in a run from elsewhere

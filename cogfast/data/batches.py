@@ -8,9 +8,9 @@ if too many samples are bad.
 from __future__ import annotations
 
 import itertools
-import queue
 import threading
 from collections.abc import Iterable, Iterator
+from concurrent.futures import Future, wait
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -88,20 +88,16 @@ class BatchLoader(Iterator[Batch], AbstractContextManager["BatchLoader"]):
         )
 
     def __next__(self) -> Batch:
-        batch = next(self._batches)
-        self._account(batch)
-        return batch
+        return self._accounted(next(self._batches))
 
     def replaced(self, batch: Batch, error: BadSample, attempt: int) -> Batch:
         """Return the batch whose slots have their candidates of `attempt`, as what belongs to a sample of
         `batch` is bad."""
         found = self._reads[batch["step"], batch["slots"], attempt]
         found["bad"].append((error.path, error.reason))
-        self._account(found)
-        return found
+        return self._accounted(found)
 
-    def _account(self, batch: Batch) -> None:
-        """Count and report bad and padded samples; raise if too many are bad."""
+    def _accounted(self, batch: Batch) -> Batch:
         for index in batch.pop("tried"):
             self._tried[index] = 1
         for path, reason in batch["bad"]:
@@ -117,6 +113,7 @@ class BatchLoader(Iterator[Batch], AbstractContextManager["BatchLoader"]):
         if "num_padded" in batch:
             # Counted in Python: a torch op releases the GIL, and reading threads would delay us.
             self.num_padded += sum(n > 0 for n in batch.pop("num_padded").tolist())
+        return batch
 
     def close(self) -> None:
         """Stop the workers; later calls of next() end the iteration."""
@@ -131,9 +128,8 @@ def to_device(batch: Batch, device: torch.device | str) -> Batch:
 
     Videos are copied as uint8 and scaled on the device; other tensors keep their dtype.
     """
-    out = {}
-    for key, value in batch.items():
-        out[key] = value.to(device, non_blocking=True) if isinstance(value, torch.Tensor) else value
+    move = lambda x: x.to(device, non_blocking=True) if isinstance(x, torch.Tensor) else x
+    out = {key: move(value) for key, value in batch.items()}
     return out | {key: in_unit_range(out[key]).float() for key in ("mp4", "control") if key in out}
 
 
@@ -149,7 +145,6 @@ class TooSlow(BadSample):
 def _slots_of_steps(
     order: GlobalOrder, accumulation: int, dp_rank: int, dp_size: int, steps: Iterable[int]
 ) -> Iterator[tuple[int, list[int], int]]:
-    """Yield the keys of one rank's micro-batches, in order."""
     assert 0 <= dp_rank < dp_size, f"{dp_rank=} {dp_size=}"
     for step in steps:
         micro_batch = order.num_slots(step) // (accumulation * dp_size)
@@ -185,22 +180,17 @@ class _MicroBatches(Reads):
                 if attempt > first and isinstance(dataset, CaptionedVideos):
                     dataset.fetch([index])
                 try:
-                    items.append(self._read(index))
+                    if index in self._timed_out:
+                        raise BadSample(_name_of(dataset, index), self._timed_out[index])
+                    items.append(read_sample(dataset, index, self._timeout))
                     break
                 except BadSample as error:
                     bad.append((error.path, error.reason))
+                    if isinstance(error, TooSlow):
+                        self._timed_out[index] = error.reason
             else:  # no candidate of the slot can be read
                 return {**batch, "unfilled": True}
         return {**_collate(items), **batch}
-
-    def _read(self, index: int) -> dict:
-        if index in self._timed_out:
-            raise BadSample(_name_of(self._dataset, index), self._timed_out[index])
-        try:
-            return read_sample(self._dataset, index, self._timeout)
-        except TooSlow as error:
-            self._timed_out[index] = error.reason
-            raise
 
 
 def read_sample(dataset: SizedDataset, index: int, timeout: float) -> Any:
@@ -209,28 +199,24 @@ def read_sample(dataset: SizedDataset, index: int, timeout: float) -> Any:
         return dataset[index]
     # No signal interrupts a decoder that hangs in native code, so a thread reads. A hanging
     # thread is abandoned; it is a daemon, so it does not keep the process from ending.
-    result: queue.SimpleQueue = queue.SimpleQueue()
+    result: Future[Any] = Future()
 
-    def read() -> None:
+    def read(future: Future[Any]) -> None:
         try:
-            result.put((dataset[index], None))
+            future.set_result(dataset[index])
         # The caller raises it; an exception that leaves a thread would only be printed.
         except BaseException as error:
-            result.put((None, error))
+            future.set_exception(error)
 
-    threading.Thread(target=read, daemon=True).start()
-    try:
-        item, error = result.get(timeout=timeout)
-    except queue.Empty:
+    threading.Thread(target=read, args=(result,), daemon=True).start()
+    if not wait([result], timeout).done:
         reason = f"reading took longer than args.decode_timeout={timeout:g} s"
-        raise TooSlow(_name_of(dataset, index), reason) from None
-    if error is None:
-        return item
+        raise TooSlow(_name_of(dataset, index), reason)
     try:
-        raise error
+        return result.result()
     finally:
-        # The traceback holds this frame, which holds the error: break the reference cycle.
-        del error
+        # The traceback of an error holds this frame, which holds the error: break the cycle.
+        del result
 
 
 def _name_of(dataset: SizedDataset, index: int) -> str:

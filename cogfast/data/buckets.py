@@ -15,6 +15,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache
 
 import numpy as np
 
@@ -64,9 +65,14 @@ def survey(
     samples = range(len(clips)) if samples is None else samples
     reasons: dict[int, str] = {}
     buckets = np.full(len(samples), -1, dtype=np.int16)
-    # Cache of `choose`, since many clips have equal headers
-    seen: dict[tuple, tuple[int | str, dict[str, float]]] = {}
     refused, notes = {}, ClipNotes()
+
+    @cache  # many clips have equal headers
+    def of(header: Header, span: Span | None, fps: float) -> tuple[int | str, dict[str, float]]:
+        own = replace(settings, fps=fps)
+        bucket = choose(header, own, settings.sizes, span)
+        return bucket, facts_of(header, own, bucket, span)
+
     headers = read(clips, samples, settings.trust_index)
     of_others = {
         name: read(other.clips, samples, settings.trust_index)
@@ -74,7 +80,11 @@ def survey(
     }
     for place, (i, header) in enumerate(zip(samples, headers, strict=True)):
         assert header is not None, f"sample {i} has a file"
-        problem = header.reason or _type_problem(clips, i, header)
+        stated = "" if clips.types is None else TYPES[clips.types[i]]
+        kind, problem = "image" if header.is_picture else "video", header.reason
+        if not problem and stated not in ("", kind):
+            found = f"the file is a {_NAMES[kind]}; set type to {kind}"
+            problem = f"its row has type {stated}, but {found}"
         try:
             if len(clips.others) > len(dataset.others):
                 dataset.read_tensors(i, are_headers_enough=True)
@@ -89,17 +99,12 @@ def survey(
             if not header.reason:
                 refused[i] = problem
             continue
-        span = None if clips.spans is None else tuple(clips.spans[i].tolist())
-        fps = settings.fps if clips.fps is None or np.isnan(clips.fps[i]) else float(clips.fps[i])
-        # NaN is not equal to itself.
-        key = (header, span and tuple(None if np.isnan(second) else second for second in span), fps)
-        if key not in seen:
-            own = replace(settings, fps=fps)
-            bucket = choose(header, own, settings.sizes, span)
-            seen[key] = bucket, facts_of(header, own, bucket, span)
-        bucket, facts = seen[key]
-        for kind, value in facts.items():
-            notes.add(kind, 1, value, value, i)
+        # NaN is not equal to itself: only one object of it is found in the cache.
+        seconds = None if clips.spans is None else clips.spans[i].tolist()
+        span = seconds and tuple(math.nan if math.isnan(each) else each for each in seconds)
+        bucket, facts = of(header, span, dataset.settings_at_own_rate(i).fps)
+        for fact, value in facts.items():
+            notes.add(fact, 1, value, value, i)
         if isinstance(bucket, str):
             reasons[i] = bucket
         else:
@@ -130,14 +135,6 @@ def facts_of(
         return facts | ({"slow": header.fps} if header.fps < _SLOW * settings.fps else {})
     step = np.diff(selection.indices[:2]).sum() / header.fps * settings.fps
     return facts | ({"speed": step} if abs(step - 1) > _SAME_SPEED else {})
-
-
-def _type_problem(clips: ClipList, index: int, header: Header) -> str:
-    """Say how a file is not what its manifest's column type says; "" if it is."""
-    stated = "" if clips.types is None else TYPES[clips.types[index]]
-    found = "image" if header.is_picture else "video"
-    text = f"its row has type {stated}, but the file is a {_NAMES[found]}; set type to {found}"
-    return "" if stated in ("", found) else text
 
 
 def join_surveys(parts: Sequence[Survey]) -> Survey:

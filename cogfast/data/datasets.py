@@ -38,12 +38,7 @@ from cogfast.data.sources.manifest import is_manifest, manifest_of, read_manifes
 from cogfast.data.video.clip import (
     Bucket,
     ClipSettings,
-    FramesPerSecond,
-    Mebibytes,
-    NumFrames,
     ShortClips,
-    Side,
-    SkippedFrames,
     named_bytes,
     read_clip,
     read_image,
@@ -55,9 +50,8 @@ from cogfast.extensions.tar.tar_shards import MEMBER, list_shards, read_member, 
 
 logger = logging.getLogger(__name__)
 
-Buckets = list[list[Side]]
-BucketBatch = Annotated[int, Range(1, 4096)]
-OTHER_FRAMES = "has other frames than the clip; give one of the same length and frame rate"
+# Limits of data.params; what a model accepts is checked against the model.
+Side = Annotated[int, Range(1, 2**16)]  # rows, columns, or frames of a bucket
 _LONGEST_EPOCH = 2**31  # samples; sums of weights are rounded too much above
 
 
@@ -94,16 +88,12 @@ class CaptionedVideos(Dataset):
         self.clips = clips
         self.settings = settings
         self.source_sizes = tuple(source_sizes)
-        # True if at least one sample has its own conditioning image for image-to-video.
-        self.has_images = clips.images is not None
         # The samples' further videos by name, which are read as the clips are.
         self.others: dict[str, CaptionedVideos] = {}
-        self.are_others = False  # whether this data set is one of them
         for name, files in clips.others.items():
             if files.shape is None:
                 one = replace(clips, files=files.files, places=files.places, images=None, others={})
                 self.others[name] = CaptionedVideos(one, settings)
-                self.others[name].are_others = True
         # Samples that can be read but are bad: {number: why}
         self.refused: Mapping[int, str] = {}
         # Every reading process keeps its own clips, in its copy of the data set.
@@ -145,10 +135,8 @@ class CaptionedVideos(Dataset):
         total = len(clips) if clips.weights is None else float(clips.weights.sum())
         if len(clips) and not 0 < total < _LONGEST_EPOCH:
             text = f"the weights of {counted(len(clips), 'sample')} add up to {total:g}, the length of an epoch, "
-            text += f"which must be above 0 and below {_LONGEST_EPOCH}"
-            raise ValueError(
-                f"{text}; change args.train_data_weights or the manifest's column weight"
-            )
+            text += f"which must be above 0 and below {_LONGEST_EPOCH}; change args.train_data_weights or the "
+            raise ValueError(f"{text}manifest's column weight")
         times = self.settings.batches
         return GlobalOrder(len(clips), seed, global_batch, clips.weights, clips.buckets, times)
 
@@ -283,7 +271,8 @@ class CaptionedVideos(Dataset):
         except BadSample as error:
             raise type(error)(file, f"its {name} {file}: {error.reason}") from None
         if own and of_clip and not np.array_equal(own.indices, of_clip.indices):
-            raise BadSample(file, f"its {name} {file} {OTHER_FRAMES}")
+            fix = "give one of the same length and frame rate"
+            raise BadSample(file, f"its {name} {file} has other frames than the clip; {fix}")
         return video if name == "control" else mask_of(video, file, f"its mask {file}")
 
 
@@ -316,11 +305,11 @@ class ListedVideos(CaptionedVideos, ABC):
     # rows and columns in pixels that a clip is resized to, such as [480, 720]
     video_size: Sequence[Side]
     # frames per second that clips are read at
-    fps: FramesPerSecond
+    fps: Annotated[float, Range(0.01, 1000)]
     # frames of a clip: 8N+1
-    max_num_frames: NumFrames
+    max_num_frames: Annotated[int, Range(1, 10**5)]
     # frames of a video that are left out at each end, or fewer if it would be too short otherwise
-    skip_frms_num: SkippedFrames = 0.0
+    skip_frms_num: Annotated[float, Range(0, 10**6)] = 0.0
     # timestamp: the frames at the times that fps gives; sat: SAT's rule, whose speed varies with the
     # file; uniform: spread over the whole video, as CogVideo's diffusers trainer does
     frame_selection: FrameSelection = "timestamp"
@@ -337,13 +326,13 @@ class ListedVideos(CaptionedVideos, ABC):
     video_backend: VideoBackend = "auto"
     # size of the decoded clips that each reading process keeps for later epochs (with DALI in GPU
     # memory), for data sets so small that decoding would slow training down
-    keep_decoded_mib: Mebibytes = 0
+    keep_decoded_mib: Annotated[int, Range(0, 2**24)] = 0
     # sizes [frames, rows, columns] in place of max_num_frames and video_size; each clip gets the one
     # that keeps most of it. Pictures are trained on if there is a size of one frame, which only they get
-    buckets: Buckets | None = None
+    buckets: list[list[Side]] | None = None
     # for each of the buckets, by what args.batch_size is multiplied in its steps, such as [1, 11] for
     # clips and pictures; null: by 1
-    bucket_batch: list[BucketBatch] | None = None
+    bucket_batch: list[Annotated[int, Range(1, 4096)]] | None = None
     # {name: shape} of further tensors of each sample, such as {flow: [2, 13, 60, 90]}: a column of a manifest
     # with this name lists .npy files of this shape, which networks and trainers of your own get as float32
     tensors: Shapes | None = None
@@ -417,11 +406,9 @@ class VideoFolder(ListedVideos):
                 raise SourceError(f"{folder}: {what} in it{more}")
             each = folders.read_labels(found, folder, files)
             labels, captions, has_more = zip(*each, strict=True)
-            for path, label, caption in zip(found, labels, captions, strict=True):
-                if label is None:
-                    missing.append(folders.sat_label(path))
-                elif not caption:
-                    empty.append(label)
+            pairs = [*zip(found, labels, captions, strict=True)]
+            missing += [folders.sat_label(path) for path, label, _ in pairs if label is None]
+            empty += [label for _, label, caption in pairs if label and not caption]
             versions = Versions({path: about for path in found if (about := files[path])})
             texts = PackedStrings(captions)
             lists.append(ClipList(files=PackedStrings(found), captions=texts, versions=versions))

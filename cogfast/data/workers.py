@@ -98,8 +98,15 @@ class ReadingProcesses(Iterator[Any]):
                 worker_init_fn=_start_worker if num_workers else None,
             )
             before = signal.getsignal(signal.SIGCHLD) or signal.SIG_DFL
-            with stop_signals_blocked(method):
+            if method != "fork":
+                # Start the tracker first: when it starts it unblocks SIGINT and SIGTERM in this thread.
+                resource_tracker.ensure_running()
+            # The processes, their threads and the fork server inherit the mask.
+            unblocked = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+            try:
                 self._results = iter(loader)  # starts the processes
+            finally:
+                signal.pthread_sigmask(signal.SIG_SETMASK, unblocked)
             if threading.current_thread() is threading.main_thread():
                 # torch's handler raises wherever this thread is; next() sees a lost process, too.
                 signal.signal(signal.SIGCHLD, before)
@@ -118,9 +125,8 @@ class ReadingProcesses(Iterator[Any]):
             # file descriptor of a tensor does not come, and ConnectionError where its sender is gone.
             is_killed = str(error).startswith("DataLoader worker")
             if is_killed or isinstance(error, EOFError | ConnectionError):
-                text = f"a reading process was killed at or after {self._name(key)}; if memory, "
-                text += "/dev/shm or the number of open files (ulimit -n) ran out, lower "
-                text += "args.num_workers or args.prefetch_factor"
+                text = f"a reading process was killed at or after {self._name(key)}; if memory, /dev/shm or the "
+                text += "number of open files (ulimit -n) ran out, lower args.num_workers or args.prefetch_factor"
             elif (lack := describe_lack(error)) is not None:
                 text = f"batches cannot be read ahead at or after {self._name(key)}: {lack}"
             else:
@@ -131,8 +137,21 @@ class ReadingProcesses(Iterator[Any]):
         self._results = None  # torch's iterator joins its processes when it is dropped
 
 
-def _start_worker(worker: int) -> None:
-    ignore_signals_except_parent(worker)
+def _start_worker(_: int) -> None:
+    # Let it end only by the trainer's SIGTERM, or when the trainer ends. Only sigtimedwait reports a
+    # signal's sender, so a thread waits for it. The thread also polls the trainer: torch's own watchdog
+    # polls the direct parent, which under forkserver is the server, and that lives as long as its workers.
+    trainer = multiprocessing.parent_process()
+    assert trainer is not None, "called in the trainer, not in a worker"
+
+    def end_with_trainer() -> None:
+        while trainer.is_alive():
+            received = signal.sigtimedwait({signal.SIGTERM}, _POLL_SECONDS)
+            if received is not None and received.si_pid == trainer.pid:
+                break
+        os._exit(0)
+
+    threading.Thread(target=end_with_trainer, daemon=True).start()
     # Otherwise Python prints that a batch cannot be sent, and the trainer waits for it for ever.
     sys.excepthook = _end_without_files
     Queue._on_queue_feeder_error = staticmethod(_end_worker)  # pyright: ignore[reportAttributeAccessIssue]
@@ -167,40 +186,6 @@ def start_method() -> str:
     return "forkserver" if torch.cuda.is_initialized() else "fork"
 
 
-@contextlib.contextmanager
-def stop_signals_blocked(start_method: str) -> Iterator[None]:
-    """Block the stop signals in this thread, so that processes started inside inherit the mask.
-
-    Threads that libraries start in these processes inherit it too, and so does the fork server.
-    """
-    if start_method != "fork":
-        # Start the tracker first: when it starts it unblocks SIGINT and SIGTERM in this thread.
-        resource_tracker.ensure_running()
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
-def ignore_signals_except_parent(worker: int) -> None:
-    """Let a worker end only by the trainer's SIGTERM, or when the trainer ends."""
-    # Only sigtimedwait reports a signal's sender, so a thread waits for it. The thread also polls
-    # the trainer: torch's own watchdog polls the direct parent, which under forkserver is the
-    # server, and the server lives as long as its workers.
-    trainer = multiprocessing.parent_process()
-    assert trainer is not None, "called in the trainer, not in a worker"
-
-    def end_with_trainer() -> None:
-        while trainer.is_alive():
-            received = signal.sigtimedwait({signal.SIGTERM}, _POLL_SECONDS)
-            if received is not None and received.si_pid == trainer.pid:
-                break
-        os._exit(0)
-
-    threading.Thread(target=end_with_trainer, daemon=True).start()
-
-
 class ThreadedReads(Iterator[Any]):
     """Iterates over the results of reading `keys`, in order.
 
@@ -216,13 +201,11 @@ class ThreadedReads(Iterator[Any]):
         # The pool's threads are daemons: a hanging decoder does not keep the process from ending.
         self._pool = ThreadPool(num_ahead)
         self._pending: deque[AsyncResult] = deque()
-        for _ in range(num_ahead):
-            self._read_another()
+        self._read_ahead(num_ahead)
 
-    def _read_another(self) -> None:
-        for key in self._keys:
+    def _read_ahead(self, number: int) -> None:
+        for key in itertools.islice(self._keys, number):
             self._pending.append(self._pool.apply_async(self._read, (key,)))
-            return
 
     def _read(self, key: Any) -> Any:
         if self._dali is None:
@@ -236,7 +219,7 @@ class ThreadedReads(Iterator[Any]):
         if not self._pending:
             raise StopIteration
         first = self._pending.popleft()
-        self._read_another()
+        self._read_ahead(1)
         return tree_map_only(Tensor, _record_on_current_stream, first.get())
 
     def close(self) -> None:

@@ -37,12 +37,11 @@ class FileIndex:
 
     The last line of a name counts; one that is malformed, such as that of a killed process, says nothing. Lines
     stay in the file until they are asked for: 16 bytes of memory for each.
-
-    further: a file whose lines come before those of `path`; nothing is added to it.
+    path: None keeps the rows in memory alone. further: a file whose lines come before those of `path`; nothing is
+    added to it.
     """
 
     def __init__(self, path: Path | None, further: Path | None = None) -> None:
-        """path: None keeps the rows in memory alone."""
         self.path = path
         self._files: list[int] = []
         for file in filter(None, (further, path)):

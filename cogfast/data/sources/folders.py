@@ -98,11 +98,9 @@ def list_files(folder: str) -> dict[str, Stat | None]:
     if not store.is_url(folder):
         return dict.fromkeys(walk_files(folder))
 
-    def place(url: str) -> list[tuple[int, str]]:
-        *above, name = url[len(folder) + 1 :].split("/")
-        return [*((1, part) for part in above), (0, name)]
-
     found = store.find(folder)
+    parts = lambda url: url.split("/")
+    place = lambda url: [*((1, part) for part in parts(url)[:-1]), (0, parts(url)[-1])]
     names = sorted(found, key=place)
     return {name: found[name] for name in names if "/._" not in name[name.rfind("/") :]}
 

@@ -73,8 +73,6 @@ class Header(NamedTuple):
 
 
 class _Scan:
-    """Finds the headers of some samples of a data set, in its index or in their files."""
-
     def __init__(self, clips: ClipList, samples: range, trust_index: bool) -> None:
         self._clips, self._samples, self._trusts = clips, samples, trust_index
         self._left: dict[str, tuple[int, str]] = {}  # files to open: a sample of each, its version

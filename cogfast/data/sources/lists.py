@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from itertools import compress
 
 import cogfast.extensions.stores.store as store
@@ -21,8 +21,13 @@ def read_lists(files: Mapping[str, str], allow_empty_captions: bool) -> ClipList
     """
     raw = {key: _read(key, file) for key, file in files.items()}
     raw["caption_column"] = [worded(line) for line in raw["caption_column"]]
-    if not allow_empty_captions:
-        _refuse_gaps(files, raw)
+    # Blank lines are skipped, which may pair captions with the wrong videos.
+    blank = {key: [i for i, line in enumerate(texts) if not line] for key, texts in raw.items()}
+    for key, places in () if allow_empty_captions else blank.items():
+        if places and (of_videos := blank["video_column"]) and places != of_videos:
+            text = f"{files[key]} and {files['video_column']} have blank lines in different places, first in line "
+            text += f"{1 + min(set(places) ^ set(of_videos))}"
+            raise ValueError(f"{text}; remove them, so that line numbers match")
     lines = {key: [line for line in texts if line] for key, texts in raw.items()}
     if not (videos := lines["video_column"]):
         raise ValueError(f"{files['video_column']}: lists no video; write one path per line")
@@ -42,14 +47,10 @@ def read_lists(files: Mapping[str, str], allow_empty_captions: bool) -> ClipList
             found |= store.stats(paths)
             if missing := list(compress(paths, find_missing(paths, found))):
                 numbers = [i for i, line in enumerate(raw[f"{key}_column"], 1) if line]
-                text = (
-                    f"{file}: line {numbers[paths.index(missing[0])]}: {missing[0]} does not exist "
-                )
-                text += f"({len(missing)} of {len(paths)} files are missing); correct the path, which is relative to "
-                slash = "; write / in place of \\" * ("\\" in missing[0])
-                raise ValueError(
-                    f"{text}the list, or remove the sample's line from each list{slash}"
-                )
+                place = f"{file}: line {numbers[paths.index(missing[0])]}: {missing[0]}"
+                text = f"{place} does not exist ({len(missing)} of {len(paths)} files are missing); correct the path, "
+                text += "which is relative to the list, or remove the sample's line from each list"
+                raise ValueError(text + "; write / in place of \\" * ("\\" in missing[0]))
             columns[key] = PackedStrings(paths)
     return ClipList(
         files=columns["video"],
@@ -69,16 +70,3 @@ def _read(key: str, file: str) -> list[str]:
     hint = nearest(name, [other for other in found if other.endswith(os.path.splitext(name)[1])])
     hint = hint or table_hint(folder) or f"{fix}VideoFolder)"
     raise ValueError(f"data.params.{key}={name}: {file} does not exist{hint}")
-
-
-def _refuse_gaps(files: Mapping[str, str], lines: Mapping[str, Sequence[str]]) -> None:
-    """Raise ValueError if two lists have blank lines in different places.
-
-    Blank lines are skipped, which would then pair captions with the wrong videos.
-    """
-    blank = {key: [i for i, line in enumerate(texts) if not line] for key, texts in lines.items()}
-    for key, places in blank.items():
-        if places and blank["video_column"] and places != blank["video_column"]:
-            text = f"{files[key]} and {files['video_column']} have blank lines in different places, first in line "
-            text += f"{1 + min(set(places) ^ set(blank['video_column']))}"
-            raise ValueError(f"{text}; remove them, so that line numbers match")

@@ -98,10 +98,10 @@ def manifest_of(source: str) -> str:
             raise ValueError(f"{folder}: has {found[0]} and {found[1]}; {fix}")
         if found:
             return store.join(folder, found[0])
-    text = f"{source}: has no metadata.jsonl, metadata.csv or metadata.json, nor has its train/"
-    raise SourceError(
-        f"{text}; give a manifest (.csv, .jsonl or .json) or a folder with such a file"
+    text = (
+        f"{source}: has no metadata.jsonl, metadata.csv or metadata.json, nor has its train/; give "
     )
+    raise SourceError(f"{text}a manifest (.csv, .jsonl or .json) or a folder with such a file")
 
 
 def read_manifest(
@@ -141,10 +141,8 @@ def read_manifest(
         cells = (_text(row[columns[n]], where, n) if n in columns else "" for n in texts)
         path, caption, *others = cells
         if not path:
-            fix = (
-                f"write the path of its video into column path (or one of {', '.join(_PATHS[1:])})"
-            )
-            raise ValueError(f"{where} has no path; {fix}")
+            fix = f"column path (or one of {', '.join(_PATHS[1:])})"
+            raise ValueError(f"{where} has no path; write the path of its video into {fix}")
         folders.check_caption_size(len(caption.encode("utf-8", "replace")), f"{where}: caption")
         if not caption:
             empty.append(place)
@@ -267,10 +265,9 @@ def _csv_rows(file: str, known: set[str]) -> Iterator[tuple[str, dict]]:
         _check_columns(file, "line 1", set(header) - known)
         for name in ("path", "caption"):
             if not set(_NAMES[name]) & set(header):
-                text = f"{file}: line 1 has no column {name} ({','.join(header)[:80]!r}); add it to the header (or one "
-                raise ValueError(
-                    f"{text}of {', '.join(_NAMES[name][1:])}), with commas between columns"
-                )
+                text = f"{file}: line 1 has no column {name} ({','.join(header)[:80]!r}); add it to the header"
+                other = ", ".join(_NAMES[name][1:])
+                raise ValueError(f"{text} (or one of {other}), with commas between columns")
         for row in reader:
             # csv puts surplus values under None.
             if None in row:

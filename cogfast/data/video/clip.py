@@ -6,13 +6,13 @@ import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from cogfast.core.values import Range, counted
+from cogfast.core.values import counted
 from cogfast.data.bad_samples import BadSample
 from cogfast.data.video.picture import holds_picture, read_pixels
 from cogfast.data.video.reader import ReaderName, Refusal, VideoReader, check_file, open_video
@@ -36,12 +36,6 @@ from cogfast.extensions.dali.dali import (
 
 Span = tuple[float, float]  # start and end of a part of a video, seconds since its first frame
 ShortClips = Literal["skip", "pad"]
-# Limits of data.params; what a model accepts is checked against the model.
-Side = Annotated[int, Range(1, 2**16)]  # rows, columns, or frames of a bucket
-FramesPerSecond = Annotated[float, Range(0.01, 1000)]
-NumFrames = Annotated[int, Range(1, 10**5)]
-SkippedFrames = Annotated[float, Range(0, 10**6)]
-Mebibytes = Annotated[int, Range(0, 2**24)]
 _ROUNDED = 0.5  # seconds by which the end of a part may be beyond the video's, since tables have rounded ones
 
 
@@ -113,10 +107,7 @@ class ClipSettings:
 
     def for_bucket(self, bucket: Bucket) -> ClipSettings:
         """Return the settings of a clip in a bucket."""
-        size = bucket.height, bucket.width
-        if (bucket.num_frames, size) == (self.max_num_frames, self.video_size):
-            return self
-        return replace(self, max_num_frames=bucket.num_frames, video_size=size)
+        return replace(self, max_num_frames=bucket.num_frames, video_size=bucket[1:])
 
 
 def checked_size(size: Sequence[int]) -> tuple[int, int]:
@@ -145,10 +136,8 @@ def checked_buckets(buckets: Sequence[Sequence[int]] | None) -> tuple[Bucket, ..
 def checked_batches(given: Sequence[int] | None, sizes: Sequence[Any]) -> list[int]:
     """Check data.params.bucket_batch, and return its number for each of the sizes."""
     if given is not None and len(given) != len(sizes):
-        rule = f"one number for each entry of data.params.buckets, which has {len(sizes)}"
-        raise ValueError(
-            f"data.params.bucket_batch={list(given)} must have {rule}; use 1 for clips"
-        )
+        text = f"data.params.bucket_batch={list(given)} must have one number for each entry of data.params.buckets"
+        raise ValueError(f"{text}, which has {len(sizes)}; use 1 for clips")
     return list(given or [1] * len(sizes))
 
 
@@ -241,10 +230,7 @@ def _read_on_cpu(path: str, settings: ClipSettings, span: Span | None) -> tuple[
 def _choose(
     video: VideoReader | DaliVideo, settings: ClipSettings, span: Span | None
 ) -> tuple[np.ndarray, Selection]:
-    """Return the indices of the frames to decode, and the selection.
-
-    The indices leave out padding, which is copied from the last frame.
-    """
+    """Return the indices of the frames to decode, without padding, and the selection."""
     try:
         part = frames_within(video.times, span)
         selection = select_frames(video.times[part], video.fps, settings)

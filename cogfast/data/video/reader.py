@@ -30,7 +30,6 @@ from cogfast.data.bad_samples import BadSample
 if TYPE_CHECKING:
     import av
     from av.container import InputContainer
-    from av.filter import Graph
     from numpy.typing import NDArray
 
 ReaderName = Literal["pyav", "decord"]
@@ -141,7 +140,6 @@ def video_stream(path: str, container: InputContainer) -> av.VideoStream:
 
 
 def open_video_file(path: str, is_probed: bool = False) -> InputContainer:
-    """Open a video file; BadSample if that fails."""
     try:
         return open_container(path, is_probed)
     except decode_errors() as error:
@@ -383,11 +381,7 @@ class PyAVReader(VideoReader):
         self._reformatter = VideoReformatter()  # for all frames: each builds its own tables
         self._stretch = None if size is None else FrameStretcher(size)
         self._container: Any = open_video_file(path)  # None once it is closed, so that it is freed
-        try:
-            self._header = header_of(path, self._container)
-        except BadSample:
-            self.close()
-            raise
+        self._header = header_of(path, self._container)
         self.times, self.fps = self._header.times, self._header.fps
         self._delay = _delay(self._header.packets)
         self._size: tuple[int, int] | None = None  # columns, rows of the first frame asked for
@@ -466,10 +460,7 @@ class PyAVReader(VideoReader):
         raise BadSample(self.path, f"frame {number} of {len(self)} does not decode ({why})")
 
     def _copies(self, frame: av.VideoFrame, left: list[int], look: Look) -> Iterator[Tensor]:
-        """Yield a frame [1, H, W, 3] as often as it is next in `left`.
-
-        The frame is turned as players show it.
-        """
+        """Yield a frame [1, H, W, 3], as players show it, as often as it is next in `left`."""
         self.look = look
         if self._stretch is not None:
             pixels = self._stretch(frame, self.look)
@@ -496,10 +487,7 @@ def _delay(packets: Sequence[Packet]) -> int | None:
 
 
 def _runs(packets: Sequence[Packet], places: Sequence[int]) -> list[tuple[int, int]]:
-    """The ranges (first, last) of packets to decode for those at `places`, in display order.
-
-    All packets have pts.
-    """
+    """The ranges (first, last) of packets to decode for those at `places`, in display order."""
     pts = [packet.pts or 0 for packet in packets]  # none is None
     keyframes = [i for i, p in enumerate(packets) if p.is_keyframe and not p.is_discard]
     runs: list[tuple[int, int]] = []
@@ -522,30 +510,25 @@ class FrameStretcher:
 
     def __init__(self, size: tuple[int, int]) -> None:
         self._rows, self._columns = size
-        self._graph: Graph | None = None
-        self._kind: tuple = ()  # of the frames that the graph was built for
+        self._kind: tuple = ()  # of the frames that self._graph was built for
 
     def __call__(self, frame: av.VideoFrame, look: Look) -> np.ndarray:
         """Return the frame, turned as players show it, as uint8 [rows, columns, 3]."""
-        # Frames of one video may differ in size, and a graph takes one kind of frames.
-        kind = (frame.width, frame.height, frame.format.name, look)
-        if self._graph is None or kind != self._kind:
-            self._graph, self._kind = self._build(frame, look), kind
-        self._graph.vpush(frame)
-        return np.ascontiguousarray(self._graph.vpull().to_ndarray())
-
-    def _build(self, frame: av.VideoFrame, look: Look) -> Graph:
         from av.filter import Graph
 
-        graph = Graph()
-        graph.threads = 1  # workers are the parallelism
-        first = graph.add_buffer(
-            width=frame.width, height=frame.height, format=frame.format, time_base=Fraction(1)
-        )
-        # cclock_flip transposes a frame and turns nothing.
-        chain = [("transpose", "cclock_flip")] * look.is_transposed
-        chain += [("vflip",)] * look.flips_rows + [("hflip",)] * look.flips_columns
-        chain.append(("scale", f"{self._columns}:{self._rows}:flags=bilinear"))
-        chain += [("format", "rgb24"), ("buffersink", None)]
-        graph.link_nodes(first, *(graph.add(*step) for step in chain)).configure()
-        return graph
+        # Frames of one video may differ in size, and a graph takes one kind of frames.
+        kind = (frame.width, frame.height, frame.format.name, look)
+        if kind != self._kind:
+            self._graph, self._kind = Graph(), kind
+            self._graph.threads = 1  # workers are the parallelism
+            first = self._graph.add_buffer(
+                width=frame.width, height=frame.height, format=frame.format, time_base=Fraction(1)
+            )
+            # cclock_flip transposes a frame and turns nothing.
+            chain = [("transpose", "cclock_flip")] * look.is_transposed
+            chain += [("vflip",)] * look.flips_rows + [("hflip",)] * look.flips_columns
+            chain.append(("scale", f"{self._columns}:{self._rows}:flags=bilinear"))
+            chain += [("format", "rgb24"), ("buffersink", None)]
+            self._graph.link_nodes(first, *(self._graph.add(*step) for step in chain)).configure()
+        self._graph.vpush(frame)
+        return np.ascontiguousarray(self._graph.vpull().to_ndarray())

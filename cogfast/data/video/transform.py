@@ -89,10 +89,8 @@ def select_frames_sat(length: int, clip_fps: float, fps: float, num_frames: int,
             raise ValueError(f"{clip_fps:g} fps is below fps={fps:g}, {rule}")
         indices = np.arange(start, end, stride)
         if indices[-1] >= length:  # SFTDataset fails with an index beyond the end
-            text = (
-                f"but frame_selection=sat reads up to frame {indices[-1]} (skip_frms_num={skip:g})"
-            )
-            raise ValueError(f"{counted(length, 'frame')}, {text}")
+            text = f"reads up to frame {indices[-1]} (skip_frms_num={skip:g})"
+            raise ValueError(f"{counted(length, 'frame')}, but frame_selection=sat {text}")
     elif length > num_frames:
         end = int(length - skip)
         indices = np.arange(start, end, max((end - start) // num_frames, 1))

@@ -8,7 +8,7 @@ import json
 import os
 from collections.abc import Collection, Mapping, Sequence
 
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import OmegaConf
 
 from cogfast.config.components import resolve
 from cogfast.config.yaml_files import to_dict
@@ -62,19 +62,14 @@ def read_from_cache(
     if (folder := args.latent_cache) is None:
         return datasets
     # Preflight refuses a cache for other data sets.
-    train, valid = datasets.train, datasets.valid
-    assert isinstance(train, CaptionedVideos), f"a cache of {type(train).__name__}"
-    assert valid is None or isinstance(valid, CaptionedVideos), f"a cache of {type(valid).__name__}"
-    every = [train] if valid is None else [train, valid]
-    described = sections, allow_import, args, model
+    every = [d for d in (datasets.train, datasets.valid) if isinstance(d, CaptionedVideos)]
+    described = sections, allow_import, args, model, every[0].settings, overrides
     try:
-        entries, keys = groups.on_main(
-            lambda: _find(every, folder, cache_specs(*described, train.settings, overrides))
-        )
+        entries, keys = groups.on_main(lambda: _find(every, folder, cache_specs(*described)))
     except StoreError as error:
         raise ValueError(f"args.latent_cache: {error}") from None
     cached = [CachedVideos(v, entries, of_v) for v, of_v in zip(every, keys, strict=True)]
-    return Datasets(cached[0], None if valid is None else cached[1])
+    return Datasets(cached[0], None if datasets.valid is None else cached[1])
 
 
 def _find(
@@ -85,13 +80,11 @@ def _find(
     sources = entry_keys.Sources(folder)
     changed: list[str] = []
     for v in every:
-        changed += sources.changed(
-            entry_keys.source_files(v, used_samples(v)), v.settings.trust_index
-        )
-    keys_of = lambda one: PackedStrings(
-        entry_keys.sample_key(one, i, sources) for i in range(len(one))
-    )
-    keys = [{name: keys_of(one) for name, one in v.encoded.items()} for v in every]
+        files = entry_keys.source_files(v, used_samples(v))
+        changed += sources.changed(files, v.settings.trust_index)
+    key = lambda one, i, name: entry_keys.sample_key(one, i, sources, name != "video")
+    keys_of = lambda one, name: PackedStrings(key(one, i, name) for i in range(len(one)))
+    keys = [{name: keys_of(one, name) for name, one in v.encoded.items()} for v in every]
     used = [(number, i) for number, v in enumerate(every) for i in used_samples(v)]
     clips = [tuple(of_one[i] for of_one in keys[number].values()) for number, i in used]
     texts = [hash_text(every[number].captions[i]) for number, i in used]
@@ -100,11 +93,8 @@ def _find(
     for kind, spec in specs.items():
         entries[kind], there[kind] = find_entries(folder, kind, spec, wanted[kind])
         there[kind] |= entries[kind].ask(wanted[kind] - there[kind].keys())
-    pairs = zip(clips, texts, strict=True)
-    num_usable = sum(
-        text in there["text"] and all(clip in there["video"] for clip in own) for own, text in pairs
-    )
-    if num_usable == len(used):
+    is_there = lambda own, text: text in there["text"] and there["video"].keys() >= {*own}
+    if (num_usable := sum(map(is_there, clips, texts))) == len(used):
         return entries, keys
     differences = dict.fromkeys(difference(folder, kind, spec) for kind, spec in specs.items())
     why = "; ".join(filter(None, differences))
@@ -171,10 +161,9 @@ def _encode_chunks(node: Mapping | None, allow_import: Sequence[str]) -> str | N
     if node is None:
         return None
     target, arguments = resolve(node, allow_import)
-    is_ours = target is video_autoencoder_from_sat
-    if not is_ours and not (isinstance(target, type) and issubclass(target, VideoAutoencoder)):
-        return None
-    return arguments.get("encode_chunks", "auto")
+    is_ours = isinstance(target, type) and issubclass(target, VideoAutoencoder)
+    is_ours |= target is video_autoencoder_from_sat
+    return arguments.get("encode_chunks", "auto") if is_ours else None
 
 
 def _identity(
@@ -187,11 +176,8 @@ def _identity(
     if node is None:
         return "none"
     target, arguments = resolve(node, allow_import)
-    described = {
-        name: _described(part, value)
-        for name, value in arguments.items()
-        if name not in (*_WITHOUT_EFFECT, *own)
-    }
+    names = arguments.keys() - {*_WITHOUT_EFFECT, *own}
+    described = {name: _described(part, arguments[name]) for name in names}
     named = [public_module(target), target.__qualname__]  # wherever its file lies
     text = json.dumps([*named, *_codes(node, allow_import), described], sort_keys=True)
     return hash_text(text)[:12]
@@ -207,7 +193,7 @@ def _described(part: str, value: object) -> object:
     """Convert a value to JSON, with names of files and folders replaced by their content hashes."""
     if OmegaConf.is_config(value):
         value = OmegaConf.to_container(value, resolve=True)
-    if isinstance(value, Mapping | DictConfig):
+    if isinstance(value, Mapping):
         return {str(key): _described(part, inner) for key, inner in value.items()}
     if isinstance(value, list | tuple):
         return [_described(part, inner) for inner in value]
@@ -237,8 +223,7 @@ def _content(path: str) -> str:
     """Return the content hash of a file of weights. The user's cache keeps it: T5 has 10 GB."""
     path = os.path.abspath(path)
     index, version = user_index("weights", [path]), version_of(path)
-    known = index.get(path, version) if version else None
-    if known is not None and len(known) == 1:
+    if version and len(known := index.get(path, version) or []) == 1:
         return str(known[0])
     found = hash_file(path)
     if version:

@@ -33,6 +33,7 @@ from cogfast.data.sources.arrays import KEY as TENSORS_KEY
 from cogfast.data.workers import Reads, read_ahead
 from cogfast.distributed.process_groups import ProcessGroups, start_processes
 from cogfast.distributed.stop_signals import keeping
+from cogfast.extensions.cache import entry_keys
 from cogfast.extensions.cache.cached_data import cache_specs
 from cogfast.extensions.cache.encode_choice import largest_clips, log_plan, memory_for_clips
 from cogfast.extensions.cache.entries import (
@@ -42,14 +43,6 @@ from cogfast.extensions.cache.entries import (
     Spec,
     difference,
     find_entries,
-)
-from cogfast.extensions.cache.entry_keys import (
-    Sources,
-    hash_files,
-    hash_text,
-    sample_key,
-    source_files,
-    used_samples,
 )
 from cogfast.extensions.dali.dali import dali_of_this_process
 from cogfast.extensions.stores.store import StoreError, check_writable, in_threads
@@ -108,22 +101,17 @@ def _fill(
         groups.on_main(lambda: check_writable(folder or ""))
         kept, continues = "what is encoded is kept: ", ", which continues from there"
         make().run()
-    except StoreError as error:
-        key = "args.latent_cache: " if str(error).startswith(str(folder)) else ""
-        raise RuntimeError(f"{key}{error}; {kept}run {command} again{continues}") from None
-    except WriteError as error:
-        text = f"args.latent_cache: {error}"
-        if not kept:
-            text += f"; use another folder or free disk space and run {command} again"
-            raise ValueError(text) from None
-        text += f"; {kept}free disk space and run {command} again{continues}"
-        raise RuntimeError(text) from None
+    except (StoreError, WriteError) as error:
+        of_disk = isinstance(error, WriteError)
+        key = "args.latent_cache: " * (of_disk or str(error).startswith(str(folder)))
+        fix = "free disk space and " * of_disk + f"run {command} again{continues}"
+        if of_disk and not kept:
+            raise ValueError(f"{key}{error}; use another folder or {fix}") from None
+        raise RuntimeError(f"{key}{error}; {kept}{fix}") from None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Clip:
-    """A sample of a data set."""
-
     dataset: CaptionedVideos
     index: int
     is_control: bool = False
@@ -155,8 +143,6 @@ _Encoded = Iterator[Mapping[str, dict[str, Tensor] | BadSample]]
 
 
 class _CacheRun:
-    """One run of the command on one rank."""
-
     def __init__(
         self,
         run: Run,
@@ -181,7 +167,7 @@ class _CacheRun:
             _Clip(stream, i, is_control=stream is not videos)
             for videos in self.datasets
             for stream in videos.encoded.values()
-            for i in used_samples(videos)
+            for i in entry_keys.used_samples(videos)
         ]
         self.keys: dict[str, list[str]] = {}  # of the clips, by kind; rank 0 alone has them
         self.how: EncodePlan | None = None  # to encode clips; None: nothing to choose
@@ -198,11 +184,11 @@ class _CacheRun:
         self._encode("clip", clips, self.args.batch_size, turn)
         self.groups.on_main(lambda: self._finish(texts, clips))
 
-    def _hash_sources(self, turn: int) -> Sources:
+    def _hash_sources(self, turn: int) -> entry_keys.Sources:
         """Hash all videos. Each rank reads a part of the files that may have changed."""
-        sources, files = Sources(self.folder), {}
+        sources, files = entry_keys.Sources(self.folder), {}
         for videos in self.datasets:
-            files |= source_files(videos, used_samples(videos))
+            files |= entry_keys.source_files(videos, entry_keys.used_samples(videos))
         # Rank 0's list: with own copies of the files, each rank would take part in other rounds.
         trusts = self.datasets[0].settings.trust_index
         of_files = lambda: [*sources.changed(files, trusts), *sources.unreadable(files)]
@@ -215,30 +201,30 @@ class _CacheRun:
             # Every rank takes part in each round, since the gather below needs all of them.
             left = self.groups.on_main(lambda: sources.left(stale[start : start + at_once]))  # noqa: B023
             mine = left[self.groups.rank :: self.groups.world_size]
-            found = self.groups.gather(hash_files(mine, files))
+            found = self.groups.gather(entry_keys.hash_files(mine, files))
             self.groups.on_main(lambda: sources.add(sum(found, [])))  # noqa: B023
         return sources
 
     def _find_missing(
-        self, sources: Sources, budget: int
+        self, sources: entry_keys.Sources, budget: int
     ) -> tuple[_Work, _Work, EncodePlan | None]:
         """Return the missing captions and clips, and how to encode the clips. For rank 0."""
         # Both data sets have one data section, so one description of clips serves all entries.
         run, settings = self.opened, self.datasets[0].settings
         described = run.sections, run.allow_import, self.args, run.model
         specs = cache_specs(*described, settings, self.overrides)
-        self.keys["text"] = [hash_text(clip.caption) for clip in self.clips]
-        self.keys["video"] = [sample_key(c.dataset, c.index, sources) for c in self.clips]
+        self.keys["text"] = [entry_keys.hash_text(clip.caption) for clip in self.clips]
+        key = lambda clip: entry_keys.sample_key(clip.dataset, clip.index, sources, clip.is_control)
+        self.keys["video"] = [*map(key, self.clips)]
         for kind, spec in specs.items():
             if changed := difference(self.folder, kind, spec):
                 text = "args.latent_cache=%s: %s: encoding again; the old entries are kept"
                 logger.warning(text, self.folder, changed)
         texts = self._missing("text", specs["text"])
         clips, how = self._missing_clips(specs["video"], budget)
-        each = [
-            counted(len({*self.keys[k]}), n) for k, n in (("video", "clip"), ("text", "caption"))
-        ]
-        text = f"{len(clips.missing)} of {each[0]} and {len(texts.missing)} of {each[1]}"
+        every = {kind: len({*keys}) for kind, keys in self.keys.items()}
+        text = f"{len(clips.missing)} of {counted(every['video'], 'clip')} and "
+        text += f"{len(texts.missing)} of {counted(every['text'], 'caption')}"
         logger.info("%s: encoding %s", self.folder, text)
         for work in (texts, clips):
             work.entries.create()
@@ -310,7 +296,7 @@ class _CacheRun:
         encode = self._encode_captions if what == "caption" else self._encode_clips
         entries, writing = work.entries, deque[Future[None]]()
         with ThreadPoolExecutor(_WRITING_THREADS) as pool:
-            for found in encode(work, _one_ahead(left())):
+            for found in encode(work, left()):
                 for key, entry in found.items():
                     if isinstance(entry, Unavailable):  # a later start may read it
                         raise StoreError(str(entry))
@@ -391,7 +377,6 @@ class _CacheRun:
         return self._encoder()
 
     def _encoder(self) -> Encoder:
-        """Return the frozen encoders, which are built on first use."""
         # The encoders need the network's sizes and not its weights.
         with torch.device("meta"):
             network = self.opened.network.build()
@@ -409,15 +394,6 @@ class _CacheRun:
         self.bad.check()
         text, number = "%s: %s, %d bad; train with args.latent_cache=%s", len(self.bad.reasons)
         logger.info(text, self.folder, counted(len(self.clips), "sample"), number, self.folder)
-
-
-def _one_ahead(items: Iterator[list[str]]) -> Iterator[list[str]]:
-    """Yield the items; a thread makes the next one, whose listing may take a while, meanwhile."""
-    with ThreadPoolExecutor(1) as pool:
-        following = pool.submit(next, items, None)
-        while (item := following.result()) is not None:
-            following = pool.submit(next, items, None)
-            yield item
 
 
 def _without_masks(dataset: Any) -> Any:

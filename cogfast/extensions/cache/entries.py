@@ -54,10 +54,6 @@ _STALE = 3600.0  # seconds after which a temporary file is one of a killed proce
 _FRESH = 10.0  # seconds for which `has` takes a listing as it is
 
 
-class BadEntry(Exception):
-    """An entry that cannot be used. The text gives the reason."""
-
-
 class Entries:
     """The entries of one kind ("video" or "text") that were made with one spec."""
 
@@ -129,7 +125,7 @@ class Entries:
         store.write(self.path(key, _BAD), reason.encode("utf-8", "backslashreplace"))
 
     def read(self, key: str, is_again: bool = False) -> dict[str, Tensor]:
-        """Read an entry: {name: tensor}. FileNotFoundError if there is none; BadEntry if it is a bad
+        """Read an entry: {name: tensor}. FileNotFoundError if there is none; BadSample if it is a bad
         sample or damaged."""
         from safetensors import SafetensorError, safe_open
 
@@ -147,9 +143,9 @@ class Entries:
             missing += [n for n in NUMBERS if n in tensors and tensors[n].numel() != 1]
             why = f"it has no {missing[0]}" if missing else "" if is_whole else "checksum mismatch"
         except FileNotFoundError:
-            raise BadEntry(self.reason(key)) from None
+            raise BadSample(path, self.reason(key)) from None
         except StoreError as error:
-            raise BadEntry(str(error)) from None
+            raise BadSample(path, str(error)) from None
         except (OSError, SafetensorError, ValueError) as error:
             why = str(error)[:100]
         else:
@@ -158,7 +154,8 @@ class Entries:
         if is_url(path) and not is_again:  # it may be the copy that is damaged
             Path(copy).unlink(missing_ok=True)
             return self.read(key, is_again=True)
-        raise BadEntry(f"{path} is damaged ({why}); delete it and run `cogfast cache` again")
+        fix = "delete it and run `cogfast cache` again"
+        raise BadSample(path, f"{path} is damaged ({why}); {fix}")
 
     def remove_cut(self, keys: Sequence[str]) -> list[str]:
         """Remove the entries on a disk whose files have not the size that they state, and return their keys."""
@@ -296,13 +293,9 @@ class CachedVideos(CaptionedVideos):
             raise BadSample(self.name(index), error.reason) from None
         if self.clips.prior is not None:
             found["prior"] = bool(self.clips.prior[index])
-        return {
-            **found,
-            "prompt_embedding": text["embedding"],
-            "txt": caption,
-            **{name: clip[name].item() for name in NUMBERS},
-            "path": self.name(index),
-        }
+        found |= {"prompt_embedding": text["embedding"], "txt": caption}
+        found |= {name: clip[name].item() for name in NUMBERS}
+        return found | {"path": self.name(index)}
 
     def fetch(self, indices: Sequence[int], names: Collection[str] | None = None) -> None:
         def copy(url: str) -> None:
@@ -319,7 +312,7 @@ class CachedVideos(CaptionedVideos):
     def first_frame(self, index: int) -> Tensor:
         """Read a sample's conditioning image from its source files, uint8 [3, H, W]."""
         sample = super().__getitem__(index)
-        return sample["images"] if self.has_images else sample["video"][0]
+        return sample["images"] if "images" in sample else sample["video"][0]
 
     def _entry(self, kind: str, key: str, index: int) -> dict[str, Tensor]:
         try:
@@ -330,6 +323,6 @@ class CachedVideos(CaptionedVideos):
             return entry
         except FileNotFoundError:
             reason = f"its {kind} entry is gone from the latent cache; run `cogfast cache` again"
-        except BadEntry as error:
-            reason = str(error)
+        except BadSample as error:
+            reason = error.reason
         raise BadSample(self.name(index), reason)

@@ -30,7 +30,6 @@ HashedFile = tuple[str, str, str]  # absolute name, version, content hash
 
 
 def hash_text(text: str) -> str:
-    """Hash a caption or any other text."""
     # surrogatepass: file names need not be valid UTF-8.
     return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
 
@@ -56,7 +55,9 @@ def source_files(videos: CaptionedVideos, indices: Sequence[int]) -> Files:
     return found
 
 
-def sample_key(videos: CaptionedVideos, index: int, sources: Sources) -> str:
+def sample_key(
+    videos: CaptionedVideos, index: int, sources: Sources, is_control: bool = False
+) -> str:
     """The key of a sample's clip: a hash of its file's content and of its own settings. Its
     further videos have keys of their own: those of samples of `videos.encoded`.
 
@@ -72,7 +73,7 @@ def sample_key(videos: CaptionedVideos, index: int, sources: Sources) -> str:
         is_buckets = common.buckets is not None and name != "fps"
         if is_buckets or getattr(settings, name) != getattr(common, name):
             own[name] = str(getattr(settings, name))
-    if videos.are_others:
+    if is_control:
         own["is_control"] = True  # the entry of a clip may hold frames, too
     if clips.images is not None and clips.images[index]:
         own["image"] = sources.recorded(clips.images[index])
@@ -176,8 +177,7 @@ def hash_file(path: str, *part: int, version: str | None = None) -> str:
         if not (version := version_of(path) if version is None else version):
             raise FileNotFoundError(path)
         # The copy of an object stays for the reader of the clip.
-        size = store.stat(path).num_bytes if is_url(path) else None
-        copy = store.local_copy(path, version, part or None, size)  # pyright: ignore[reportArgumentType]
+        copy = store.local_copy(path, version, part or None)  # pyright: ignore[reportArgumentType]
         start, num_bytes = (0, 2**63) if is_url(path) or not part else part
         with open_regular(copy) as file:
             file.seek(start)

@@ -102,7 +102,6 @@ def check_conditions(model: ModelKeys, network: dict[str, Any]) -> None:
 
 
 def _check_frames_and_masks(model: ModelKeys) -> None:
-    """Check the keys of the conditions frames, mask and masked_video."""
     inputs, shown = model.inputs, f"model.conditions={show(model.conditions)}"
     found = [inputs.index(name) for name in _INPAINTING if name in inputs]
     if found and (len(found) < 2 or found[1] != found[0] + 1):
@@ -142,9 +141,8 @@ def check_given(model: ModelKeys, given: Sequence[str]) -> None:
     """
     inputs, frames = model.inputs, GivenFrames.parse(model.given_frames)
     used = [name for name in ("image", "control") if name in inputs]
-    for name in used:
-        model_of, fix = _SAMPLED[name]
-        if name not in given:
+    for name, (model_of, fix) in _SAMPLED.items():
+        if name in used and name not in given:
             raise ValueError(f"{model_of} needs {_NAMES[name]}; give {fix}")
     wanted: list[str] = []
     if frames is not None:

@@ -71,10 +71,8 @@ def _fill(mask: Tensor, kind: str, generator: torch.Generator) -> None:
         mask[kept:-kept] = 1
     elif kind in ("box", "box in a range of frames"):
         rows, columns = _box(height, draw), _box(width, draw)
-        start, end = 0, frames
-        if kind != "box":
-            start, end = draw(0, frames // 2), draw(frames // 2, frames)
-        mask[start:end, rows, columns] = 1
+        ends = (0, frames) if kind == "box" else (draw(0, frames // 2), draw(frames // 2, frames))
+        mask[slice(*ends), rows, columns] = 1
     elif kind == "boxes in some frames":
         count = draw(1, max(frames // 2, 1) + 1)
         chosen = torch.randperm(frames, generator=generator)[:count]
@@ -90,10 +88,8 @@ def _fill(mask: Tensor, kind: str, generator: torch.Generator) -> None:
         radii = [draw(side // 8, side // 4)] * 2
         if kind.startswith("ellipse"):
             radii[1] = draw(side // 8, side // 4)
-        down, across = (
-            ((torch.arange(n, device=mask.device) - m) / max(r, 1)) ** 2
-            for n, m, r in zip((height, width), middle, radii, strict=True)
-        )
+        away = lambda n, m, r: ((torch.arange(n, device=mask.device) - m) / max(r, 1)) ** 2
+        down, across = map(away, (height, width), middle, radii)
         mask[0] = down[:, None] + across < 1
 
 
@@ -110,13 +106,11 @@ def masked_pixels(pixels: Tensor, masks: Tensor) -> Tensor:
 
 def noised_masked_pixels(pixels: Tensor, rng: SlotRandom, strength: float | None = None) -> Tensor:
     """Add noise to a masked clip where it is not -1. strength: None draws one per sample, as training does."""
-    noise = rng.normal("masked_noise", pixels.shape)
-    if strength is None:
+    noise, factor = rng.normal("masked_noise", pixels.shape), strength
+    if factor is None:
         draw = rng.normal("masked_noise_strength", (len(pixels), 1, 1, 1, 1))
-        noise = noise * torch.exp(LOG_STRENGTH_MEAN + LOG_STRENGTH_STD * draw)
-    else:
-        noise = noise * strength
-    return pixels + noise.masked_fill(pixels == MASKED, 0)
+        factor = torch.exp(LOG_STRENGTH_MEAN + LOG_STRENGTH_STD * draw)
+    return pixels + (noise * factor).masked_fill(pixels == MASKED, 0)
 
 
 def mask_channel(masks: Tensor, frames: int, height: int, width: int) -> Tensor:

@@ -77,10 +77,7 @@ def on_readers_device(backend: VideoBackend) -> AbstractContextManager:
 
 @functools.cache
 def _reader(backend: VideoBackend) -> DaliReader | None:
-    """Create the process's reader.
-
-    The first call must come from the thread whose current CUDA device is the process's.
-    """
+    """The first call must come from the thread whose current CUDA device is the process's."""
     if backend == "auto":
         reason = _reason_unavailable() if torch.cuda.is_available() else "there is no GPU"
         if reason is not None:
@@ -125,10 +122,7 @@ class DaliReader:
         # One stream for all threads, so that the allocator can reuse freed memory in stream order.
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         # Pipelines that no thread is using.
-        self._idle: dict[Resize, deque[Callable[..., Tensor]]] = {
-            "crop": deque(),
-            "stretch": deque(),
-        }
+        self._idle: dict[Resize, deque[Callable]] = {"crop": deque(), "stretch": deque()}
         self._refusals = Counter[str]()  # {kind: number of valid files that DALI refused}
         self._known: set[str] = set()  # kinds of which DALI has decoded a file
 
@@ -193,7 +187,11 @@ class DaliReader:
                 if video.colour_matrix in _LUMA and video.colour_matrix != 5:
                     clip = _recolour(clip, video.colour_matrix)
         except RuntimeError as error:  # a pipeline cannot be used after an error, so it is dropped
-            raise DaliRefusal(_reason(error)) from None
+            lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+            # The cause follows this line.
+            after = lines[lines.index("encountered:") + 1 :] if "encountered:" in lines else lines
+            reason = (after or [type(error).__name__])[0].removeprefix("Error: ")[:200]
+            raise DaliRefusal(reason) from None
         self._idle[resize].append(run)
         self._known.add(video.kind)
         return clip
@@ -227,10 +225,9 @@ def _pipeline(device: torch.device, resize: Resize) -> Callable[..., Tensor]:
     def define():
         encoded = fn.external_source(name="encoded", dtype=types.UINT8, ndim=1)
         frames = fn.external_source(name="frames", dtype=types.INT32, ndim=1)
-        size, rows, columns = (
-            fn.external_source(name=name, dtype=types.FLOAT, ndim=ndim)
-            for name, ndim in (("size", 1), ("rows", 0), ("columns", 0))
-        )
+        size = fn.external_source(name="size", dtype=types.FLOAT, ndim=1)
+        rows = fn.external_source(name="rows", dtype=types.FLOAT, ndim=0)
+        columns = fn.external_source(name="columns", dtype=types.FLOAT, ndim=0)
         # affine=False: with pinned threads all pipelines would share the first cores.
         device = "mixed" if is_gpu else "cpu"
         video = fn.decoders.video(
@@ -282,10 +279,3 @@ def _to_rgb(red: float, blue: float) -> np.ndarray:
     blue_row = (np.array([0, 0, 1]) - luma) / (2 * (1 - blue))
     red_row = (np.array([1, 0, 0]) - luma) / (2 * (1 - red))
     return np.linalg.inv(np.stack([luma, blue_row, red_row]))
-
-
-def _reason(error: RuntimeError) -> str:
-    """The line of DALI's message that states the cause."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    after = lines[lines.index("encountered:") + 1 :] if "encountered:" in lines else lines
-    return (after or [type(error).__name__])[0].removeprefix("Error: ")[:200]

@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 from typing import Annotated
 
-from pydantic import BeforeValidator
+from pydantic import AfterValidator
 
 from cogfast.core.keys import After, Keys
 
@@ -19,17 +19,11 @@ class StoreKeys(Keys):
     """Copies of files of object stores."""
 
     local_cache: Annotated[
-        str | None, BeforeValidator(lambda x: _local_cache(x)), After("cached_noised_images")
+        Annotated[str, AfterValidator(lambda text: parse_cache(text) and text)] | None,
+        After("cached_noised_images"),
     ] = None
     """FOLDER or FOLDER:SIZE, such as /nvme:500GB: where this machine keeps copies of files of object stores,
     and at most how many bytes of them. null: COGFAST_LOCAL_CACHE, or ~/.cache/cogfast/objects, and half of its disk"""
-
-
-def _local_cache(value: object) -> object:
-    """Check a value of args.local_cache."""
-    if isinstance(value, str):
-        parse_cache(value)
-    return value
 
 
 def parse_cache(text: str) -> tuple[Path, int | None]:

@@ -175,37 +175,31 @@ def list_folder(folder: str) -> dict[str, Stat | None]:
 
     The Stat is None for folders, and for the links of a web page.
     """
-    try:
-        found = _call(folder, lambda fs, path: fs.ls(path.rstrip("/"), detail=True))
-    except FileNotFoundError:
-        return {}
-    each = {_address(folder, about["name"]): about for about in found}
-    return {
-        url: _stat_of(url, about) if about["type"] == "file" and not url.startswith(WEB) else None
-        for url, about in each.items()
-        if not url.endswith("/")  # an object that stands for a folder, as consoles write them
-    }
+    found = _listed(folder, lambda fs, path: {x["name"]: x for x in fs.ls(path, detail=True)})
+    is_file = lambda url: found[url]["type"] == "file" and not url.startswith(WEB)
+    return {url: _stat_of(url, found[url]) if is_file(url) else None for url in found}
 
 
 def find(folder: str) -> dict[str, Stat]:
     """Return {URL: Stat} of all objects below a folder's URL, in the order of their names; {} if there are none."""
     if folder.startswith(WEB):
         return stats([folder])
+    found = _listed(folder, lambda fs, path: fs.find(path, detail=True))
+    # s3fs returns the folder itself if its first object comes just after the listing.
+    return {url: _stat_of(url, found[url]) for url in sorted(found) if found[url]["type"] == "file"}
+
+
+def _listed(folder: str, call: Callable[[Any, str], Mapping[str, T]]) -> dict[str, T]:
+    """Return {URL: value} of what call(file system, path) returns by names; {} if there is nothing."""
     try:
-        found = _call(folder, lambda fs, path: fs.find(path.rstrip("/"), detail=True))
+        found = _call(folder, lambda fs, path: call(fs, path.rstrip("/")))
     except FileNotFoundError:
         return {}
-    # s3fs returns the folder itself if its first object comes just after the listing.
-    names = (name for name in sorted(found) if found[name]["type"] == "file" and name[-1] != "/")
-    return {url: _stat_of(url, found[name]) for name in names if (url := _address(folder, name))}
-
-
-def _address(folder: str, name: str) -> str:
-    """Return the URL of a name that a listing of `folder` has."""
-    if folder.startswith(WEB):
-        return name
     scheme = folder.partition("://")[0]
-    return f"{scheme}://{name if scheme == 'file' else name.lstrip('/')}"
+    start = "" if folder.startswith(WEB) else f"{scheme}://"
+    url = lambda name: start + (name if start in ("", "file://") else name.lstrip("/"))
+    # A name with a slash at its end is an object that stands for a folder, as consoles write them.
+    return {url(name): found[name] for name in found if not name.endswith("/")}
 
 
 def read(name: str, start: int = 0, num_bytes: int | None = None) -> bytes:

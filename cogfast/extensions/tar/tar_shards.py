@@ -16,6 +16,7 @@ import os
 import re
 import tarfile
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path, PurePosixPath
@@ -218,7 +219,11 @@ def _rows(
         elif key in meta or sat_key in meta:
             caption = meta[key if key in meta else sat_key]
         elif "json" in kinds:
-            caption = _caption_in_json(_member_text(url, key, "json", kinds), caption_key)
+            text = _member_text(url, key, "json", kinds)
+            with suppress(ValueError, RecursionError):  # counted with those without a caption
+                row = json.loads(text)
+                value = row.get(caption_key) if isinstance(row, dict) else None
+                caption = "" if value is None else str(value)
         elif "txt" in kinds:
             caption = _member_text(url, key, "txt", kinds)
         # JSON escapes can spell single surrogates, which a tokenizer refuses.
@@ -252,7 +257,10 @@ def _members(
                 # folder/x.a.b: key folder/x, kind a.b
                 folder, slash, last = member.name.removeprefix("./").rpartition("/")
                 stem, dot, kind = last.partition(".")
-                if member.isreg() and dot and not _is_meta(member.name):
+                # webdataset's metadata is named __x__, a file that macOS adds ._x.
+                first = member.name.partition("/")[0]
+                is_meta = first[:2] == "__" == first[-2:] or last.startswith("._")
+                if member.isreg() and dot and not is_meta:
                     kinds = found.setdefault(folder + slash + stem, {})
                     twice += [member.name] * (kind.lower() in kinds)
                     kinds[kind.lower()] = (member.offset_data, member.size)
@@ -264,12 +272,6 @@ def _members(
                 raise ValueError(f"{url}: not a tar file ({error}); {fix}") from None
     text = f"has {counted(len(twice), 'member')} twice; the later one is read: {named(twice)}"
     return found, [text] if twice else [], is_whole
-
-
-def _is_meta(name: str) -> bool:
-    """Whether a member is webdataset's metadata (__x__) or a file that macOS adds (._x)."""
-    first, last = name.partition("/")[0], name.rpartition("/")[2]
-    return (first.startswith("__") and first.endswith("__")) or last.startswith("._")
 
 
 class _HeaderReads:
@@ -307,7 +309,6 @@ def _headers(file: BinaryIO) -> Iterator[tuple[tarfile.TarInfo, int]]:
 
 
 def _check_member(url: str, member: tarfile.TarInfo) -> None:
-    """Raise ValueError for names outside the folder, links and sparse files."""
     path = PurePosixPath(member.name)
     faults = {
         "has an absolute path or .. in its name": path.is_absolute() or ".." in path.parts,
@@ -315,9 +316,8 @@ def _check_member(url: str, member: tarfile.TarInfo) -> None:
         "is a sparse file": member.issparse(),
     }
     for fault in (fault for fault, is_found in faults.items() if is_found):
-        fix = "write the shard again from plain files with relative names (tar --dereference "
-        fix += "--hard-dereference, without --sparse)"
-        raise ValueError(f"{url}: member {member.name[:100]!r} {fault}; {fix}")
+        text = f"{url}: member {member.name[:100]!r} {fault}; write the shard again from plain files with relative "
+        raise ValueError(f"{text}names (tar --dereference --hard-dereference, without --sparse)")
 
 
 def _member_text(url: str, key: str, kind: str, kinds: dict[str, tuple[int, int]]) -> str:
@@ -346,13 +346,3 @@ def _meta(shard: str, caption_key: str) -> dict[str, str]:
         if row.get(caption_key) is not None:
             captions[key] = str(row[caption_key])
     return captions
-
-
-def _caption_in_json(text: str, caption_key: str) -> str:
-    """The caption in a sample's .json member; "" if there is none, or the member is damaged."""
-    try:
-        row = json.loads(text)
-    except (ValueError, RecursionError):
-        return ""  # counted with the samples that have no caption
-    value = row.get(caption_key) if isinstance(row, dict) else None
-    return "" if value is None else str(value)

@@ -6,10 +6,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from cogfast.data.bad_samples import BadSample
 from cogfast.data.datasets import CaptionedVideos
 from cogfast.data.sources.clip_list import ClipList, OtherFiles, PackedStrings
 from cogfast.data.video.clip import ClipSettings
-from cogfast.extensions.cache.entries import BadEntry, CachedVideos, Entries, difference, folders_of
+from cogfast.extensions.cache.entries import CachedVideos, Entries, difference, folders_of
 from cogfast.extensions.cache.entry_keys import Sources, hash_file, hash_files
 from cogfast.extensions.stores import store
 from cogfast.extensions.stores.store import StoreError, Versions
@@ -51,7 +52,7 @@ def test_entries_are_those_of_a_folder(server: S3Server, tmp_path: Path) -> None
             assert all(torch.equal(found[name], expected[name]) for name in found)
     asked = requests_of(server)
     assert asked.count("GET") == 5  # once each
-    assert_refused(lambda: there.read(KEYS[5]), "^broken$", BadEntry)
+    assert_refused(lambda: there.read(KEYS[5]), "broken$", BadSample)
     with pytest.raises(FileNotFoundError):
         there.read("a0none")
     assert folders_of(url, "video") == [there.folder]
@@ -72,8 +73,8 @@ def test_a_damaged_entry_is_read_again_once_it_is_mended(server: S3Server) -> No
     url = f"{entries.folder}/a0/{KEYS[0]}.safetensors"
     whole = store.read(url)
     store.write(url, whole[:-1] + bytes([whole[-1] ^ 1]))
-    match = rf"{url} is damaged .*delete it and run `cogfast cache` again"
-    with pytest.raises(BadEntry, match=match):
+    again = "delete it and run `cogfast cache` again"
+    with pytest.raises(BadSample, match=rf"{url} is damaged .*{again}"):
         entries.read(KEYS[0])
     store.write(url, whole)
     assert float(entries.read(KEYS[0])["mean"][0]) == 0
@@ -90,7 +91,7 @@ def test_writes_that_fail_leave_nothing(server: S3Server, monkeypatch: pytest.Mo
     server.faults = []
     assert {*entries.keys()} == {*KEYS, "a0again"}
     server.faults = [Fault(503, method="GET")]
-    with pytest.raises(BadEntry, match="a0again.safetensors: .*asks for fewer requests"):
+    with pytest.raises(BadSample, match="a0again.safetensors: .*asks for fewer requests"):
         entries.read("a0again")
 
 
