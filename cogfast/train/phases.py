@@ -37,8 +37,12 @@ from cogfast.extensions.publish.publish import warn_of_missing_token
 from cogfast.extensions.sample.evaluate import Evaluator
 from cogfast.extensions.sample.flags import sampled_tensors
 from cogfast.extensions.scores.scores import Scores
-from cogfast.extensions.sparse.check import choose_attention, follow_weights, use_attention
-from cogfast.extensions.sparse.warmup import SparseWarmup
+from cogfast.extensions.sparse.check import (
+    SparseWarmup,
+    choose_attention,
+    follow_weights,
+    use_attention,
+)
 from cogfast.extensions.stores.mirror import Uploads, copy_of, name_of
 from cogfast.kernels.block_kernels import choose_kernels
 from cogfast.model.transformer import DiffusionTransformer
