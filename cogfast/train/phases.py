@@ -118,7 +118,7 @@ def start(run: Run) -> tuple[Run, ProcessGroups]:
     )
     groups.check_same(leaves(plain_sections(run.sections)))
     change = partial(changed_setup, run)
-    if args.fit == "auto" and (values := fit_to_device(args, change, groups)):
+    if args.fit == "auto" and (values := fit_to_device(change, groups)):
         run = run.with_values(values, FIT)
         check_train(run)
     return run, groups
@@ -229,7 +229,7 @@ class Parts:
         optimizer = build_optimizer(section, made, args.kernels, run.allow_import, *state)
         # Before ZeRO-3 divides the parameters.
         change = partial(changed_setup, replace(run, args=args))
-        memory = MemoryWatch(args, change, groups, self.how_to_resume)
+        memory = MemoryWatch(change, groups, self.how_to_resume)
         memory.attention = backend
         mpu = None if groups.tensor is None else ModelParallelUnit(groups)
         # Last, because DeepSpeed copies the loaded weights into its flat partitions.

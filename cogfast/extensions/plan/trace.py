@@ -98,7 +98,6 @@ class Edges:
 
 
 def _tensors(values: Sequence[Any]) -> list[Tensor]:
-    """Return the tensors in (nested) arguments."""
     return [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]
 
 
@@ -370,7 +369,6 @@ class Traces:
 
     def __init__(self, transformer: DiffusionTransformer) -> None:
         self.transformer = transformer
-        # Called with the arguments behind the transformer.
         self.edges = cache(partial(trace_edges, transformer))
         self.forward = cache(partial(trace_forward, transformer))
         self._block = cache(partial(trace_block, transformer))
@@ -387,7 +385,6 @@ class Traces:
             has_input_gradient |= bool(trained)
 
     def block(self, number: int, shape: tuple[int, int], policy: Policy) -> Trace:
-        """Return the trace of a block; see trace_block."""
         first, has_input_gradient = self._alike[number]
         return self._block(first, shape, policy, has_input_gradient)
 

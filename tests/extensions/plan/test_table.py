@@ -27,7 +27,7 @@ def config(*words: str) -> Config:
 
 def described(config: Config, gpu: str, worlds: tuple[int, ...]) -> str:
     run = config.run
-    return describe_table(find_layouts(run, gpu, worlds), run.args, gpu)
+    return describe_table(find_layouts(run, gpu, worlds), gpu)
 
 
 @cache
@@ -55,7 +55,12 @@ def test_bytes_of_links_are_those_of_rings(world: int) -> None:
 def test_tensor_parallel_rings_share_the_network_cards() -> None:
     """With two GPUs a copy, a machine has two rings, each with four of its GPUs."""
     plan = plan_of("all weights", "none", data_size=32)
-    step = predict_step(replace(plan, setup=replace(plan.setup, model_size=2)), H100)
+    step = predict_step(
+        replace(
+            plan, setup=replace(plan.setup, args=plan.setup.args.changed(model_parallel_size=2))
+        ),
+        H100,
+    )
     assert step is not None
     total = 4 * num_trained(plan.setup.transformer) * 3 * 31 / 32
     assert step.links.network_bytes == pytest.approx(total / 4)

@@ -19,6 +19,7 @@ from cogfast.extensions.plan.zero import ZeroRules
 from cogfast.model.config import TransformerConfig
 from cogfast.model.transformer import assemble_transformer, freeze
 from cogfast.train.activation_checkpointing import Policy
+from cogfast.train.keys import TrainKeys
 from cogfast.train.video_size import LatentSize
 from tests.support.ranks.communication_ranks import (
     CASES,
@@ -67,7 +68,7 @@ def planned(setup: Setup, persistent: int = 100_000) -> Traffic:
 def of_run(base: Path, words: list[str], ranks: int, persistent: int = 100_000) -> Traffic:
     words = [word for word in words if not word.startswith("args.load=")]
     config = run_of(base).config(*words)
-    return planned(setup_of(config.run, config.run.args, ranks), persistent)
+    return planned(setup_of(config.run, ranks), persistent)
 
 
 def scalars(ranks: int) -> float:
@@ -124,11 +125,10 @@ def of_model(
     number = dtype.itemsize
     given = {"stage": 2, "data_size": context, "weight_bytes": number, "sum_bytes": number} | rules
     zero, none = ZeroRules(**given), Encoders(shape=(0, 0, 0, 0))
-    mesh = {"model_size": tensor, "context_size": context, "batch_size": batch}
-    traces = Traces(transformer)
-    return planned(
-        Setup(traces=traces, rules=zero, size=size, choice=policy, encoders=none, **mesh)
-    )
+    sizes = {"model_parallel_size": tensor, "context_parallel_size": context}
+    args = TrainKeys(activation_checkpointing=policy, **sizes)
+    given = {"args": args, "traces": Traces(transformer), "rules": zero, "encoders": none}
+    return planned(Setup(**given, size=size, batch_size=batch))
 
 
 def latent_size(latents: torch.Tensor) -> LatentSize:
