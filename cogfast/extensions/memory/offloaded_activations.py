@@ -58,7 +58,6 @@ class OffloadedActivations:
         return host_buffer(like)
 
     def copy(self, target: Tensor, source: Tensor) -> torch.Event | None:
-        """Copy on the side stream."""
         # Modes that watch a step would read the copy too early.
         with torch.no_grad(), torch._C._DisableTorchDispatch():
             return self.side.copy(target, source)
