@@ -118,7 +118,6 @@ def of_model(kind: Any, where: str = "") -> list[Option]:
 
 
 def _shown(default: Any) -> str:
-    """Return a default as YAML has it."""
     return default if isinstance(default, str) and default else show(default)
 
 

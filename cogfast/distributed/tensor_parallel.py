@@ -50,11 +50,12 @@ class ParallelGroup:
 
 
 def wait_for(started: Tensor) -> Tensor:
-    """Wait for the result of a functional collective."""
     return _ops.wait_tensor(started)  # watchers/hang.py knows the name of this function
 
 
 class _Communication(torch.autograd.Function):
+    """Return forward(x, *given), whose gradient is backward(gradient of the result, *given)."""
+
     @staticmethod
     def forward(ctx, x: Tensor, forward: Callable, backward: Callable, *given: Any) -> Tensor:
         ctx.back, ctx.given = backward, given
@@ -65,9 +66,7 @@ class _Communication(torch.autograd.Function):
         return ctx.back(grad, *ctx.given), None, None, *[None] * len(ctx.given)
 
 
-def communicate(x: Tensor, forward: Callable, backward: Callable, *given: Any) -> Tensor:
-    """Return forward(x, *given), whose gradient is backward(gradient of the result, *given)."""
-    return _Communication.apply(x, forward, backward, *given)
+communicate = _Communication.apply
 
 
 def unchanged(x: Tensor, group: ParallelGroup) -> Tensor:
