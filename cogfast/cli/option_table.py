@@ -67,7 +67,6 @@ class Group:
 
 
 def groups() -> Iterator[Group]:
-    """Yield all groups of options in the order of the file."""
     yield Group("args", text="How a run trains, evaluates and samples.", level=2)
     of_args: list[Group] = []
     for option in of_model(TrainKeys, "args."):

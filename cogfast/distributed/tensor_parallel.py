@@ -45,7 +45,6 @@ class ParallelGroup:
         return self.process_group.group_name
 
     def shard(self, shape: torch.Size, dim: int, num_parts: int = 1) -> Shard:
-        """Return this rank's shard of a parameter of `shape`, cut along `dim`."""
         return Shard(tuple(shape), dim, num_parts, self.rank, self.size)
 
 

@@ -100,7 +100,6 @@ class HostWeights:
         self._on_host: list[tuple[Tensor, Tensor]] = []  # tensors of the module, and their copies
 
     def fetch(self) -> None:
-        """Copy the weights to the device, if they are not there."""
         if self.is_present:
             return
         for tensor, host in self._on_host:

@@ -23,9 +23,8 @@ _SIZES = (1, 2, 4, 8)  # of a group that shares a sample
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """A layout that fits. words: its keys, for `cogfast plan`. samples: the global batch."""
+    """A layout that fits. samples: the global batch."""
 
-    words: tuple[str, ...]
     samples: int
     plan: MemoryPlan
     step: StepTime
@@ -94,8 +93,7 @@ def find_layouts(
             backend, *_ = attention_of(plan, entry, is_here=gpu is None)
             step = predict_step(plan, entry, backend)
             if plan.fits and step is not None:
-                words = tuple(f"{key}={value}" for key, value in values.items())
-                layouts.append(Layout(words, samples, plan, step))
+                layouts.append(Layout(samples, plan, step))
         if peaks:
             why = f"no layout fits: {min(peaks) / GIB:.1f} GiB or more, of {memory / GIB:.1f}; "
             why += f"`cogfast plan --gpus {world}` shows what helps"

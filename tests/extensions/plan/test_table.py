@@ -10,7 +10,7 @@ import pytest
 from cogfast.cli.options import parse_plan
 from cogfast.config import Config
 from cogfast.extensions.plan.seconds import predict_step
-from cogfast.extensions.plan.table import Layout, describe_table, find_layouts
+from cogfast.extensions.plan.table import _LAYOUT, Layout, describe_table, find_layouts
 from cogfast.extensions.plan.text import describe_plan
 from cogfast.extensions.plan.zero import num_trained
 from tests.extensions.plan.test_memory import CACHED, config_of
@@ -82,7 +82,9 @@ def test_layouts_have_one_global_batch_and_are_those_of_the_plan() -> None:
             waits = replace(each, step=replace(each.step, transfers=0.5))  # for the host
             assert sum(waits.parts) == pytest.approx(waits.step.seconds)
     layout = found()[16][-1]
-    text = describe_plan(config(*layout.words).run, "h100-80", 16)
+    args = layout.plan.setup.args
+    words = [f"{args.key(name)}={getattr(args, name)}" for name in _LAYOUT]
+    text = describe_plan(config(*words).run, "h100-80", 16)
     dp, cp, tp = layout.mesh
     assert f"on: 16 GPUs (dp {dp} x cp {cp} x tp {tp})" in text
     assert f"\npeak: {layout.plan.peak / 2**30:.2f} GiB" in text
