@@ -108,8 +108,6 @@ class HostWeights:
 
     def leave(self) -> None:
         """Release the device's memory of the weights."""
-        if not self.is_present:
-            return
         if not self._on_host:
             tensors = (*self.module.parameters(), *self.module.buffers())
             self._on_host = [(x, host_buffer(x).copy_(x)) for x in tensors]  # sync: once
