@@ -4,6 +4,7 @@ import json
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -125,10 +126,16 @@ def of_model(
     number = dtype.itemsize
     given = {"stage": 2, "data_size": context, "weight_bytes": number, "sum_bytes": number} | rules
     zero, none = ZeroRules(**given), Encoders(shape=(0, 0, 0, 0))
-    sizes = {"model_parallel_size": tensor, "context_parallel_size": context}
-    args = TrainKeys(activation_checkpointing=policy, **sizes)
-    given = {"args": args, "traces": Traces(transformer), "rules": zero, "encoders": none}
-    return planned(Setup(**given, size=size, batch_size=batch))
+    args = TrainKeys(model_parallel_size=tensor, context_parallel_size=context)
+    args, traces = args.changed(activation_checkpointing=policy), Traces(transformer)
+    given: dict[str, Any] = {
+        "traces": traces,
+        "rules": zero,
+        "size": size,
+        "encoders": none,
+        "batch_size": batch,
+    }
+    return planned(Setup(args=args, **given))
 
 
 def latent_size(latents: torch.Tensor) -> LatentSize:
