@@ -275,9 +275,8 @@ def plan(argv: Sequence[str]) -> None:
     if found.table:
         from cogfast.extensions.plan.table import WORLDS, describe_table, find_layouts
 
-        run = config.run
-        layouts = find_layouts(run, found.gpu, found.gpus or WORLDS)
-        text = describe_table(layouts, run.args, found.gpu)
+        layouts = find_layouts(config.run, found.gpu, found.gpus or WORLDS)
+        text = describe_table(layouts, found.gpu)
     else:
         from cogfast.extensions.plan.text import describe_plan
 

@@ -67,7 +67,6 @@ class Group:
 
 
 def groups() -> Iterator[Group]:
-    """Yield all groups of options in the order of the file."""
     yield Group("args", text="How a run trains, evaluates and samples.", level=2)
     of_args: list[Group] = []
     for option in of_model(TrainKeys, "args."):
@@ -118,7 +117,6 @@ def of_model(kind: Any, where: str = "") -> list[Option]:
 
 
 def _shown(default: Any) -> str:
-    """Return a default as YAML has it."""
     return default if isinstance(default, str) and default else show(default)
 
 

@@ -80,23 +80,11 @@ def _gather_rows(x: Tensor, rows: list[int], group: ParallelGroup) -> Tensor:
     padded = F.pad(x, (0, 0, 0, missing)) if missing else x.contiguous()
     gathered = _ops.all_gather_into_tensor(padded, group.size, group.name)
     pieces = wait_for(gathered).unflatten(0, (group.size, -1))
-    if min(rows) == max(rows):
-        return pieces.transpose(0, 1).flatten(1, 2)
     return torch.cat([piece[:, :n] for piece, n in zip(pieces, rows, strict=True)], dim=1)
 
 
 def _own_rows(x: Tensor, rows: list[int], group: ParallelGroup) -> Tensor:
     return x.split(rows, dim=1)[group.rank].contiguous()
-
-
-def _leave_blocks(grad: Tensor, rows: list[int], group: ParallelGroup) -> Tensor:
-    """Return the gradient of all rows, which are split, from those of the ranks' rows."""
-    return _gather_rows(grad / group.size, rows, group)
-
-
-def _enter_blocks(grad: Tensor, rows: list[int], group: ParallelGroup) -> Tensor:
-    """Return the gradient of this rank's rows, which are joined, from that of all rows."""
-    return _own_rows(grad, rows, group) * group.size
 
 
 def _average(grad: Tensor, group: ParallelGroup) -> Tensor:
@@ -123,13 +111,15 @@ class ContextParallelRows:
         first, own = sum(rows[: self.group.rank]), rows[self.group.rank]
         # Text rows come first: a rank may have only text rows, or none.
         own_text = min(max(num_text - first, 0), own)
-        hidden = communicate(hidden, _own_rows, _leave_blocks, rows, self.group)
+        leave = lambda grad, rows, group: _gather_rows(grad / group.size, rows, group)
+        hidden = communicate(hidden, _own_rows, leave, rows, self.group)
         # All rows use the conditioning.
         return hidden, communicate(conditioning, unchanged, _average, self.group), own_text
 
     def join(self, hidden: Tensor) -> Tensor:
         """Return all rows [B, S, M] of this rank's rows."""
-        return communicate(hidden, _gather_rows, _enter_blocks, self.rows, self.group)
+        enter = lambda grad, rows, group: _own_rows(grad, rows, group) * group.size
+        return communicate(hidden, _gather_rows, enter, self.rows, self.group)
 
     def attention_kernels(self, kernels: BlockKernels) -> BlockKernels:
         """Return kernels whose attention has all rows of this rank's heads."""

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import nullcontext
-from functools import cache
 from importlib.metadata import version
 from itertools import groupby
 from typing import Any
@@ -222,9 +221,12 @@ class FusedStep:
             self.optimizer.pieces = dict(zip(self.partitions, self.pieces, strict=True))
             self.optimizer.data_group = zero.dp_process_group
             self.optimizer.tensor_group = zero.model_parallel_group
-        self._place = cache(self._find_place)
+        # Whether the averaged gradient is the rank's own, bit for bit
+        dtypes = (zero.gradient_accumulation_dtype, zero.communication_data_type)
+        is_alone = dist.get_world_size(group=zero.dp_process_group) == 1
+        is_alone &= dtypes == (zero.dtype,) * 2 and zero.gradient_predivide_factor == 1
         # Buckets that are not contiguous are lists of gradients: nothing is copied.
-        if zero.contiguous_gradients and self._is_alone():
+        if zero.contiguous_gradients and is_alone:
             zero.reduce_independent_p_g_buckets_and_remove_grads = self._keep_gradient
             zero.reduce_ipg_grads = self._store_kept
             zero.setup_buckets = self._begin_backward
@@ -322,13 +324,6 @@ class FusedStep:
         assert flat.shape == self.partitions[part].shape, f"gradients of {flat.numel()}"
         return flat
 
-    def _is_alone(self) -> bool:
-        """Whether the averaged gradient is the rank's own, bit for bit."""
-        zero = self.zero
-        dtypes = (zero.gradient_accumulation_dtype, zero.communication_data_type)
-        is_one_rank = dist.get_world_size(group=zero.dp_process_group) == 1
-        return is_one_rank and dtypes == (zero.dtype,) * 2 and zero.gradient_predivide_factor == 1
-
     def _begin_backward(self) -> None:
         """Do what `zero.setup_buckets` does, without the buckets' memory."""
         if not self.zero.ready_for_gradients:
@@ -422,7 +417,7 @@ class FusedStep:
             flat[at:].zero_()
         return [flat]
 
-    def _find_place(self, parameter: nn.Parameter, part: int) -> tuple[int, int]:
+    def _place(self, parameter: nn.Parameter, part: int) -> tuple[int, int]:
         """Return where a parameter starts and ends in this rank's partition.
 
         The start is negative if it starts in the partition before.

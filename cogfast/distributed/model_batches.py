@@ -61,13 +61,10 @@ class ModelBatches(AbstractContextManager["ModelBatches"]):
             self.groups.on_all(lambda: log.check() if log is not None else None)
 
     def _read(self, read: Callable[[BatchLoader], Batch]) -> Batch:
-        if self.groups.model is None:
-            assert self.loader is not None, "a rank that works alone reads"
-            return to_device(read(self.loader), self.groups.device)
-        return to_device(self._shared(read), self.groups.device)
-
-    def _shared(self, read: Callable[[BatchLoader], Batch]) -> Batch:
         groups, loader = self.groups, self.loader
+        if groups.model is None:
+            assert loader is not None, "a rank that works alone reads"
+            return to_device(read(loader), groups.device)
         batch, error = ({}, None) if loader is None else attempt(lambda: read(loader))
         # The others wait in a collective: an error must reach them in place of the batch.
         message = None if error is None else f"{type(error).__name__}: {error}"
@@ -81,7 +78,8 @@ class ModelBatches(AbstractContextManager["ModelBatches"]):
             raise error
         if message is not None:
             raise OtherRankError(f"rank {groups.first_of_model} failed: {message}")
-        return {key: self._send(batch.get(key), of) for key, of in outline.items()}
+        sent = {key: self._send(batch.get(key), of) for key, of in outline.items()}
+        return to_device(sent, groups.device)
 
     def _send(self, value: Any, outline: object) -> object:
         if not isinstance(outline, _Outline):

@@ -224,8 +224,9 @@ class ProcessGroups:
 
     def without_models(self) -> ProcessGroups:
         """Return these groups as if every rank worked on samples of its own."""
-        alone = replace(self, tensor=None, context=None, model=None)
-        return replace(alone, model_control=None, replicas=None)
+        return replace(
+            self, tensor=None, context=None, model=None, model_control=None, replicas=None
+        )
 
     def on_main(self, make: Callable[[], T]) -> T:
         """Run `make` on rank 0 and return its result on every rank. Its error ends all ranks."""
@@ -316,7 +317,6 @@ def attempt(make: Callable[[], T]) -> tuple[Any, Exception | None]:
 
 
 def _broadcast(value: T, source: int, group: dist.ProcessGroup | None) -> T:
-    """Return the `value` of rank `source` on every rank of a group."""
     box = [value]
     with _collective():
         dist.broadcast_object_list(box, source, group=group)
@@ -428,7 +428,6 @@ def _with_shared_models(
     split = partial(dist.new_subgroups_by_enumeration, timeout=timeout)
 
     def group_of(lists: list[list[int]]) -> ParallelGroup | None:
-        """Return this rank's group among `lists` of ranks."""
         if len(lists[0]) == 1:
             return None
         group, _ = split(lists)
@@ -502,7 +501,6 @@ class StopRequest(StopSignals):
 
     @property
     def is_asked(self) -> bool:
-        """Whether this rank was asked to stop."""
         return bool(self.received) or time.time() >= self.deadline
 
     def is_agreed(self) -> bool:

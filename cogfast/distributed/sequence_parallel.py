@@ -102,7 +102,6 @@ def _of_own_rows(kernels: BlockKernels, group: ParallelGroup) -> BlockKernels:
 
         return run
 
-    # The branch's bias and the norm's weight and bias
     bias, norm, norm_of_residual = slice(2, 3), slice(1, 3), slice(4, 6)
     both = kernels.residual_adaptive_layernorm
     return replace(

@@ -147,7 +147,6 @@ def keep_in_last_line(text: str) -> str:
 
 
 def name_of(number: int) -> str:
-    """Return a signal's name, such as SIGINT."""
     return signal.Signals(number).name
 
 

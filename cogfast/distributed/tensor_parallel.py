@@ -45,16 +45,16 @@ class ParallelGroup:
         return self.process_group.group_name
 
     def shard(self, shape: torch.Size, dim: int, num_parts: int = 1) -> Shard:
-        """Return this rank's shard of a parameter of `shape`, cut along `dim`."""
         return Shard(tuple(shape), dim, num_parts, self.rank, self.size)
 
 
 def wait_for(started: Tensor) -> Tensor:
-    """Wait for the result of a functional collective."""
     return _ops.wait_tensor(started)  # watchers/hang.py knows the name of this function
 
 
 class _Communication(torch.autograd.Function):
+    """Return forward(x, *given), whose gradient is backward(gradient of the result, *given)."""
+
     @staticmethod
     def forward(ctx, x: Tensor, forward: Callable, backward: Callable, *given: Any) -> Tensor:
         ctx.back, ctx.given = backward, given
@@ -65,9 +65,7 @@ class _Communication(torch.autograd.Function):
         return ctx.back(grad, *ctx.given), None, None, *[None] * len(ctx.given)
 
 
-def communicate(x: Tensor, forward: Callable, backward: Callable, *given: Any) -> Tensor:
-    """Return forward(x, *given), whose gradient is backward(gradient of the result, *given)."""
-    return _Communication.apply(x, forward, backward, *given)
+communicate = _Communication.apply
 
 
 def unchanged(x: Tensor, group: ParallelGroup) -> Tensor:

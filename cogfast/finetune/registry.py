@@ -45,7 +45,6 @@ def get_model_cls(model_name: str, training_type: str) -> type[Any]:
 
 
 def check_name(model_name: str) -> None:
-    """Raise ValueError for a name that is neither built in nor registered."""
     if model_name not in SUPPORTED_MODELS:
         raise ValueError(
             f"--model_name {cut(model_name)}: must be one of {', '.join(SUPPORTED_MODELS)}"

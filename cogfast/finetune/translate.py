@@ -356,7 +356,6 @@ def _without_effect(args: Args) -> dict[str, str]:
     is_lora = args.training_type == "lora"
     is_placeholder = str(args.resume_from_checkpoint) == PLACEHOLDER
     no_adapters = "--training_type sft has no adapters"
-    # (option, whether it has no effect, the reason)
     rows = [
         ("resume_from_checkpoint", is_placeholder, "the placeholder of CogVideo's scripts"),
         ("rank", not is_lora, no_adapters),

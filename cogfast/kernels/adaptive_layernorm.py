@@ -264,7 +264,6 @@ _run_forward = register_gradient(_forward, _save_of_op, _backward_of_op)
 
 
 def _check(op: str, num_text: int, hidden: Tensor, *others: Tensor | None) -> None:
-    """Raise a ValueError for arguments that the ops do not take."""
     branch, branch_bias, gate, weight, bias, shift, scale = others
     if hidden.dim() != 3:
         refuse(op, "hidden", hidden, "its shape must be [B, S, M]")

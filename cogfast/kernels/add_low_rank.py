@@ -96,21 +96,15 @@ class _AddLowRank(torch.autograd.Function):
             dlow = products[0] if len(products) == 1 else torch.cat(products, dim=-1)
             dlow = dlow.view(low.shape)
         lows = low.flatten(0, -2).chunk(len(matrices), dim=-1)
-        needed = ctx.needs_input_grad[5:]
-        dmatrices = [
-            _scaled_product(gradient.t(), of_matrix, ctx.scaling) if is_needed else None
-            for gradient, of_matrix, is_needed in zip(gradients, lows, needed, strict=True)
-        ]
+        pairs = zip(gradients, lows, strict=True)
+        dmatrices = [_scaled_product(dy_p.t(), low_p, ctx.scaling) for dy_p, low_p in pairs]
         return dy, dlow, None, None, None, *dmatrices
 
 
 def _backward_of_op(ctx, dy: Tensor) -> tuple:
     # The matrices are one argument of the op, and the last ones of the function.
-    _, needs_low, needs_matrices, *_ = needs = ctx.needs_input_grad
-    ctx.needs_input_grad = (True, needs_low, *[False] * 3, *needs_matrices)
-    dx, dlow, *_ = gradients = _AddLowRank.backward(ctx, dy)
-    ctx.needs_input_grad = needs
-    return dx, dlow, list(gradients[5:]), None, None, None
+    dx, dlow, *others = _AddLowRank.backward(ctx, dy)
+    return dx, dlow, others[3:], None, None, None
 
 
 _run = register_gradient(_add_low_rank, _AddLowRank.save, _backward_of_op)

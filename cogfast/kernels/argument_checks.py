@@ -20,6 +20,14 @@ def refuse(op: str, argument: str, value: object, rule: str) -> NoReturn:
     raise ValueError(f"{op}: {argument} is {value}; {rule}")
 
 
+def check_qkv(op: str, q: Tensor, k: Tensor, v: Tensor) -> None:
+    """Check the inputs of attention, which must be alike."""
+    if q.ndim != 4:
+        refuse(op, "q", q, "it must be [B, S, H, D]")
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        check_tensor(op, name, x, q.shape, like=q)
+
+
 def check_tensor(
     op: str,
     argument: str,

@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from cogfast.kernels import torch_library
-from cogfast.kernels.argument_checks import check_tensor, refuse
+from cogfast.kernels.argument_checks import check_qkv
 from cogfast.kernels.gpu import flash_attn
 from cogfast.kernels.gpu.flash_attn import is_deterministic
 from cogfast.kernels.torch_library import CPU_DTYPES, register_gradient, register_op
@@ -85,11 +85,7 @@ def flash_attention(q: Tensor, k: Tensor, v: Tensor, backend: str | None = None)
     backend: a name of BACKENDS that can run here (`reason_unavailable`), after `flash_attn.load`. None: on
         a GPU PyTorch's own choice, on a CPU `fastest_on_cpu`.
     """
-    if q.ndim != 4:
-        refuse(_OP, "q", q, "it must be [B, S, H, D]")
-    check_tensor(_OP, "q", q, q.shape)
-    check_tensor(_OP, "k", k, q.shape, like=q)
-    check_tensor(_OP, "v", v, q.shape, like=q)
+    check_qkv(_OP, q, k, v)
     device = q.device.type
     if backend not in (None, *BACKENDS):
         raise ValueError(f"{_OP}: backend={backend!r} must be None or one of {', '.join(BACKENDS)}")

@@ -278,11 +278,21 @@ class FusedEmaAdam(torch.optim.Optimizer):
         # All but codes is float32, whatever the parameter's dtype.
         if "step" not in state:
             state["step"] = torch.zeros((), device=p.device)
-        for key in self.moments_of(p):
-            if key not in state:
-                state |= self._empty_moment(p, key)
+        dtype = torch.uint8 if self.has_8bit_moments else torch.float32
+        for key in (key for key in self.moments_of(p) if key not in state):
+            state[key] = torch.zeros(p.shape, dtype=dtype, device=p.device)
+            if self.has_8bit_moments:
+                largest = torch.zeros(num_blocks(p.numel()), dtype=torch.int16, device=p.device)
+                state[largest_key(key)] = largest
         if "shadow" not in state:
-            state["shadow"] = self._empty_shadow(p).copy_(p.detach())
+            if self.other_ema is None:
+                shadow = torch.empty(p.shape, device=p.device)
+            elif p.dtype != torch.float32:
+                rule = "it must be float32 for an EMA in host memory"
+                refuse("FusedEmaAdam", "a parameter", p, rule)
+            else:
+                shadow = self.other_ema.empty(p)
+            state["shadow"] = shadow.copy_(p.detach())
         step = state["step"]
         # A resumed run may have stored a plain number.
         if not isinstance(step, Tensor) or step.dtype != torch.float32 or step.device != p.device:
@@ -292,21 +302,6 @@ class FusedEmaAdam(torch.optim.Optimizer):
     def moments_of(self, p: Tensor) -> Sequence[str]:
         """Return the names of the moments that `p` has."""
         return MOMENTS
-
-    def _empty_moment(self, p: Tensor, key: str) -> dict[str, Tensor]:
-        """Return the state of a moment that is 0."""
-        if not self.has_8bit_moments:
-            return {key: torch.zeros(p.shape, device=p.device)}
-        codes = torch.zeros(p.shape, dtype=torch.uint8, device=p.device)
-        largest = torch.zeros(num_blocks(p.numel()), dtype=torch.int16, device=p.device)
-        return {key: codes, largest_key(key): largest}
-
-    def _empty_shadow(self, p: Tensor) -> Tensor:
-        if self.other_ema is None:
-            return torch.empty(p.shape, device=p.device)
-        if p.dtype != torch.float32:
-            refuse("FusedEmaAdam", "a parameter", p, "it must be float32 for an EMA in host memory")
-        return self.other_ema.empty(p)
 
     @contextmanager
     def averaged(self) -> Iterator[None]:
@@ -368,7 +363,6 @@ class FusedEmaAdam(torch.optim.Optimizer):
         )
 
     def _streams(self, p: Tensor) -> AdamStreams:
-        """Return the tensors that the update of `p` reads and writes."""
         assert p.grad is not None, "step() passes parameters that have a gradient"
         state = self.state_of(p)
         m, v = (state[key] for key in MOMENTS)
@@ -386,13 +380,10 @@ class FusedEmaAdam(torch.optim.Optimizer):
     def _chunks(self, p: Tensor) -> Iterator[_Chunk]:
         """Yield p, g, m, v, shadow and copy of one piece of a parameter after another. 8-bit moments are
         decoded, and encoded again when the next piece is asked for."""
-        _, grad, *moments, shadow, copy, largest_m, largest_v, step = self._streams(p)
+        _, grad, *moments, shadow, copy, largest_m, _, step = self._streams(p)
         coded = None
-        if largest_m is not None and largest_v is not None:
-            coded = [
-                CodedMoment(moments[0], largest_m, is_signed=True),
-                CodedMoment(moments[1], largest_v, is_signed=False),
-            ]
+        if largest_m is not None:
+            coded = [CodedMoment.of(self.state[p], key) for key in MOMENTS]
         # A strided tensor has no flat view to cut, so it is one piece.
         is_flat, size = p.is_contiguous(), max(1, p.numel())
         if is_flat:
@@ -404,8 +395,8 @@ class FusedEmaAdam(torch.optim.Optimizer):
                 m, v = map(cut, moments)
             else:
                 m, v = (each.decode(start, piece.numel()).view(piece.shape) for each in coded)
-            others = [None if x is None else cut(x) for x in (shadow, copy)]
-            yield piece, cut(grad), m, v, others[0], others[1]
+            cut_copy = None if copy is None else cut(copy)
+            yield piece, cut(grad), m, v, None if shadow is None else cut(shadow), cut_copy
             if coded is not None:
                 halves = random_halves(step, start, piece.numel())
                 for moment, values, r in zip(coded, (m, v), halves, strict=True):

@@ -182,7 +182,6 @@ def qk_norm_rope3d(
 
 
 def _check(qkv: Tensor, norms: dict, rotation: Rotation | None, num_text: int) -> None:
-    """Raise a ValueError for arguments that the ops do not take."""
     if qkv.dim() != 5 or qkv.shape[2] != 3:
         refuse(_OP, "qkv", qkv, "its shape must be [B, S, 3, H, D]")
     check_tensor(_OP, "qkv", qkv, qkv.shape)

@@ -37,8 +37,12 @@ from cogfast.extensions.publish.publish import warn_of_missing_token
 from cogfast.extensions.sample.evaluate import Evaluator
 from cogfast.extensions.sample.flags import sampled_tensors
 from cogfast.extensions.scores.scores import Scores
-from cogfast.extensions.sparse.check import choose_attention, follow_weights, use_attention
-from cogfast.extensions.sparse.warmup import SparseWarmup
+from cogfast.extensions.sparse.check import (
+    SparseWarmup,
+    choose_attention,
+    follow_weights,
+    use_attention,
+)
 from cogfast.extensions.stores.mirror import Uploads, copy_of, name_of
 from cogfast.kernels.block_kernels import choose_kernels
 from cogfast.model.transformer import DiffusionTransformer
@@ -114,7 +118,7 @@ def start(run: Run) -> tuple[Run, ProcessGroups]:
     )
     groups.check_same(leaves(plain_sections(run.sections)))
     change = partial(changed_setup, run)
-    if args.fit == "auto" and (values := fit_to_device(args, change, groups)):
+    if args.fit == "auto" and (values := fit_to_device(change, groups)):
         run = run.with_values(values, FIT)
         check_train(run)
     return run, groups
@@ -225,7 +229,7 @@ class Parts:
         optimizer = build_optimizer(section, made, args.kernels, run.allow_import, *state)
         # Before ZeRO-3 divides the parameters.
         change = partial(changed_setup, replace(run, args=args))
-        memory = MemoryWatch(args, change, groups, self.how_to_resume)
+        memory = MemoryWatch(change, groups, self.how_to_resume)
         memory.attention = backend
         mpu = None if groups.tensor is None else ModelParallelUnit(groups)
         # Last, because DeepSpeed copies the loaded weights into its flat partitions.

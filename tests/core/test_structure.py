@@ -368,7 +368,7 @@ REMAIN = {
     "train/preflight/header_scan.py": "stores.store",
     "train/preflight/parts.py": "formats.image_scale",
     "train/run/folder.py": "formats.peft stores.mirror stores.store",
-    "train/phases.py": "cache.cached_data cache.command cache.encode_choice elastic.elastic exports.export formats.convert page.page plan.ladder plan.out_of_memory publish.publish sample.evaluate sample.flags scores.scores sparse.check sparse.warmup stores.mirror stores.store",
+    "train/phases.py": "cache.cached_data cache.command cache.encode_choice elastic.elastic exports.export formats.convert page.page plan.ladder plan.out_of_memory publish.publish sample.evaluate sample.flags scores.scores sparse.check stores.mirror stores.store",
     "train/run/terminal.py": "sample.flags stores.mirror",
     "train/trainer.py": "publish.publish stores.mirror stores.store",
     "train/watchers/metrics.py": "page.metrics_table page.page plan.gpus plan.trace sample.generate",

@@ -176,9 +176,9 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         config, planned = load(options.model, options.mode, words, Path(folder))
         num_ranks = int(os.environ.get("WORLD_SIZE", "1"))
-        setup = setup_of(planned.run, planned.run.args, num_ranks)
+        setup = setup_of(planned.run, num_ranks)
         predicted = plan_memory(setup, None).step_peak
-        if setup.choice != "auto":  # which takes what there is
+        if setup.args.activation_checkpointing != "auto":  # which takes what there is
             os.environ["NULLCUDA_BYTES"] = str(int(predicted * options.card) + _CONTEXT_BYTES)
         run, observer = prepare(config), Observer()
         watchers: Any = Watchers
@@ -187,7 +187,7 @@ def main() -> None:
         def end(self: Watchers, step: int) -> None:
             after_step(self, step)
             observer.end_step()
-            if step == _NUM_TIGHT and setup.choice != "auto":
+            if step == _NUM_TIGHT and setup.args.activation_checkpointing != "auto":
                 os.environ["NULLCUDA_BYTES"] = str(_LARGE)
                 # Unmapped parts of a segment are mapped again one by one, for which each later step allocates.
                 torch.cuda.empty_cache()

@@ -170,8 +170,8 @@ def test_the_command_that_continues_a_run_has_the_options_of_this_command(option
         assert log.messages[-1].endswith(f"--resume_from_checkpoint 'a run' {more}")
         assert log.messages[-2].endswith(" --to peft")
     # --resume_from_checkpoint takes no address.
-    stored = translate(Args(**options(), overrides=["args.run_folder=s3://b/run"]))
-    assert resume_words(stored.run.args, stored.origins, "s3://b/run") == "args.resume=s3://b/run"
+    stored = translate(Args(**options(), overrides=["args.run_folder=s3://b/run"])).run
+    assert resume_words(stored.args, stored.origins, "s3://b/run") == "args.resume=s3://b/run"
 
 
 def test_steps_come_before_epochs_and_clips_by_time(options):

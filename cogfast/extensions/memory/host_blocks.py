@@ -93,7 +93,6 @@ class HostBlocks:
 
     @property
     def slot_bytes(self) -> int:
-        """Return the bytes on the device."""
         return self._num_slots * self._num_bytes
 
     def allocate(self, device: torch.device) -> None:

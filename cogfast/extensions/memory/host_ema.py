@@ -36,7 +36,6 @@ class HostEma:
         self._buffer = torch.empty(0)  # [_CHUNK] float32, which only the stream uses
 
     def empty(self, like: Tensor) -> Tensor:
-        """Allocate the average of a parameter."""
         return host_buffer(like)
 
     def start(self, p: Tensor, shadow: Tensor, weight: Tensor) -> None:

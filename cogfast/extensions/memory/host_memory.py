@@ -100,7 +100,6 @@ class HostWeights:
         self._on_host: list[tuple[Tensor, Tensor]] = []  # tensors of the module, and their copies
 
     def fetch(self) -> None:
-        """Copy the weights to the device, if they are not there."""
         if self.is_present:
             return
         for tensor, host in self._on_host:
@@ -109,8 +108,6 @@ class HostWeights:
 
     def leave(self) -> None:
         """Release the device's memory of the weights."""
-        if not self.is_present:
-            return
         if not self._on_host:
             tensors = (*self.module.parameters(), *self.module.buffers())
             self._on_host = [(x, host_buffer(x).copy_(x)) for x in tensors]  # sync: once

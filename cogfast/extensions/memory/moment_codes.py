@@ -67,7 +67,6 @@ class CodedMoment:
 
     @classmethod
     def of(cls, state: Mapping[str, Tensor], key: str) -> CodedMoment:
-        """Return the moment `key` of an optimizer's state."""
         return cls(state[key], state[largest_key(key)], is_signed=key == "exp_avg")
 
     def decode(self, start: int = 0, numel: int | None = None) -> Tensor:

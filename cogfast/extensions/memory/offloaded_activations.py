@@ -48,17 +48,15 @@ class OffloadedActivations:
 
     def take(self, position: int, like: Tensor) -> Tensor:
         """Return a host buffer of at least the bytes of `like`."""
-        free = self.free[position]
-        buffer = free.pop() if free else None
-        if buffer is not None and buffer.nbytes >= like.nbytes:
-            return buffer
-        if buffer is not None and self.side.stream is not None:
-            # A larger bucket of videos replaces the buffers of a smaller one, which copies may still use.
-            self.side.stream.synchronize()  # sync: once for each size and buffer of a block
+        if free := self.free[position]:
+            if (buffer := free.pop()).nbytes >= like.nbytes:
+                return buffer
+            if self.side.stream is not None:
+                # A larger bucket of videos replaces the buffers of a smaller one, which copies may still use.
+                self.side.stream.synchronize()  # sync: once for each size and buffer of a block
         return host_buffer(like)
 
     def copy(self, target: Tensor, source: Tensor) -> torch.Event | None:
-        """Copy on the side stream."""
         # Modes that watch a step would read the copy too early.
         with torch.no_grad(), torch._C._DisableTorchDispatch():
             return self.side.copy(target, source)

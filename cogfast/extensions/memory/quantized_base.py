@@ -79,8 +79,7 @@ def quantize_base(transformer: DiffusionTransformer, kind: Quantization) -> None
 
 
 def _quantize(module: nn.Module, weight: Tensor, dtype: torch.dtype) -> None:
-    if "weight" in dict(module.named_parameters(recurse=False)):
-        del module.weight
+    module._parameters.pop("weight", None)
     make = lambda *shape, dtype: torch.empty(shape, dtype=dtype, device=weight.device)
     module.register_buffer("weight", make(*weight.shape, dtype=dtype), persistent=False)
     # ZeRO casts parameters alone: a buffer stays float32.

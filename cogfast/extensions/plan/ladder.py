@@ -53,12 +53,10 @@ class Fitted:
     """A run after some changes, each {dotted key: value} or {"GPUs": number}."""
 
     steps: tuple[Mapping[str, Any], ...]
-    args: TrainKeys
     plan: MemoryPlan
 
     @property
     def values(self) -> dict[str, Any]:
-        """The keys of all changes."""
         return {k: v for step in self.steps for k, v in step.items() if k != _GPUS}
 
     @property
@@ -67,30 +65,28 @@ class Fitted:
         return tuple(map(_text, self.steps))
 
     def describe(self) -> str:
-        """Return the changes with the peak that follows."""
         peak = f"{self.plan.peak / GIB:.1f} GiB ({self.plan.largest.name})"
         return f"{' '.join(self.changes)}: {peak}"
 
 
-# Returns args and setup of a run with other values, on a number of ranks; traces: those of the same layout.
-Change = Callable[[Mapping[str, Any], int, Traces | None], tuple[TrainKeys, Setup]]
+# Returns the setup of a run with other values, on a number of ranks; traces: those of the same layout.
+Change = Callable[[Mapping[str, Any], int, Traces | None], Setup]
 
 
 def changed_setup(
     run: Run, values: Mapping[str, Any], world_size: int, traces: Traces | None = None
-) -> tuple[TrainKeys, Setup]:
+) -> Setup:
     """The Change of a run."""
-    run = run.with_values(values, FIT)
-    return run.args, setup_of(run, run.args, world_size, traces)
+    return setup_of(run.with_values(values, FIT), world_size, traces)
 
 
-def climb(args: TrainKeys, plan: MemoryPlan, change: Change, has_gpus: bool = False) -> Fitted:
+def climb(plan: MemoryPlan, change: Change, has_gpus: bool = False) -> Fitted:
     """Return the first changes of the ladder with which the run fits, or those that help if none do.
 
     has_gpus: also the changes that are no keys of the same layout: ZeRO-3, more GPUs.
     """
-    start = found = Fitted((), args, plan)
-    for rung in _rungs(args, plan.setup, has_gpus):
+    start = found = Fitted((), plan)
+    for rung in _rungs(plan.setup, has_gpus):
         if found.plan.fits:
             break
         risen = _with(start, [*found.steps, rung], found, change)
@@ -119,25 +115,22 @@ def _with(
     start: Fitted, steps: Sequence[Mapping[str, Any]], before: Fitted, change: Change
 ) -> Fitted:
     """Plan the run of `start` with these changes. A later change of a key replaces an earlier one."""
-    made = Fitted(
-        tuple({next(iter(step)): step for step in steps}.values()), start.args, start.plan
-    )
+    made = Fitted(tuple({next(iter(step)): step for step in steps}.values()), start.plan)
     gpus = [step[_GPUS] for step in made.steps if _GPUS in step]
     traced = lambda fitted: {k: v for k, v in fitted.values.items() if k in _TRACED}
     alike = [each.plan.setup.traces for each in (before, start) if traced(each) == traced(made)]
     number = gpus[-1] if gpus else start.plan.setup.world_size
-    args, setup = change(made.values, number, alike[0] if alike else None)
-    return Fitted(made.steps, args, plan_memory(setup, start.plan.card))
+    setup = change(made.values, number, alike[0] if alike else None)
+    return Fitted(made.steps, plan_memory(setup, start.plan.card))
 
 
-def _rungs(args: TrainKeys, setup: Setup, has_gpus: bool) -> Iterator[dict[str, Any]]:
-    """Yield the changes that apply to a run, in their order."""
-    rules, encoders = setup.rules, setup.encoders
+def _rungs(setup: Setup, has_gpus: bool) -> Iterator[dict[str, Any]]:
+    args, rules, encoders = setup.args, setup.rules, setup.encoders
     layers = len(setup.transformer.blocks)
     # Whether only adapters are trained in the blocks' linears
     is_frozen = not any(x.weight.requires_grad for _, x in base_linears(setup.transformer))
     key = args.key
-    if setup.choice != "auto":
+    if args.activation_checkpointing != "auto":
         yield {key("activation_checkpointing"): "auto"}
     if (encoders.in_evaluation or any(encoders.in_step)) and not encoders.are_offloaded:
         yield {key("offload_encoders"): True}
@@ -154,7 +147,7 @@ def _rungs(args: TrainKeys, setup: Setup, has_gpus: bool) -> Iterator[dict[str, 
             times = args.gradient_accumulation_steps * divisor
             size = {key("batch_size"): args.batch_size // divisor}
             yield {**size, key("gradient_accumulation_steps"): times}
-    if not setup.offloads and not args.compile:
+    if not args.offload_activations and not args.compile:
         yield {key("offload_activations"): True}
     if is_frozen and args.quantize_base == "none":
         yield {key("quantize_base"): "int8"}
@@ -170,7 +163,7 @@ def _rungs(args: TrainKeys, setup: Setup, has_gpus: bool) -> Iterator[dict[str, 
         number *= 2
 
 
-def fit_to_device(args: TrainKeys, change: Change, groups: ProcessGroups) -> dict[str, Any]:
+def fit_to_device(change: Change, groups: ProcessGroups) -> dict[str, Any]:
     """Return {dotted key: value} with which a run fits on the device of the rank with the least memory.
 
     All ranks return the same. Raises ValueError if the whole ladder does not make it fit.
@@ -178,8 +171,8 @@ def fit_to_device(args: TrainKeys, change: Change, groups: ProcessGroups) -> dic
     free, total = free_memory(groups.device)
     # Memory that other programs hold counts like a smaller card.
     card = min(groups.gather(int(min(total, free / (1 - MARGIN)))))
-    plan = plan_memory(change({}, groups.world_size, None)[1], card)
-    found = climb(args, plan, change)
+    plan = plan_memory(change({}, groups.world_size, None), card)
+    found = climb(plan, change)
     if not found.plan.fits:
         text = f"{FIT}: the run takes {plan.peak / GIB:.1f} GiB of {card / GIB:.1f}, and still {found.describe()}; "
         text += "use more GPUs, fewer frames (data.params.max_num_frames) or smaller ones (data.params.video_size)"

@@ -56,22 +56,22 @@ class Setup:
     """The numbers that decide the memory of a run.
 
     traces: of the shard of one rank. size, batch_size: of the micro-batch with the most tokens.
-    choice: args.activation_checkpointing. eval_shape: (B, S) of an evaluation's forward pass; None
-    without one. batch_bytes: of the batches on the device. is_sampling: args.mode=inference.
+    eval_shape: (B, S) of an evaluation's forward pass; None without one. batch_bytes: of the batches on
+    the device.
     """
 
+    args: TrainKeys
     traces: Traces
     rules: ZeroRules
     size: LatentSize
     batch_size: int
-    choice: str
     encoders: Encoders
     eval_shape: tuple[int, int] | None = None
     batch_bytes: int = 0
-    model_size: int = 1
-    context_size: int = 1
-    is_sampling: bool = False
-    offloads: bool = False
+
+    @property
+    def is_sampling(self) -> bool:
+        return self.args.mode == "inference"
 
     @property
     def transformer(self) -> DiffusionTransformer:
@@ -79,12 +79,13 @@ class Setup:
 
     @property
     def world_size(self) -> int:
-        return self.model_size * self.rules.data_size
+        return self.args.model_parallel_size * self.rules.data_size
 
     @property
     def shape(self) -> tuple[int, int]:
         """Return (B, S) of the blocks' input on this rank."""
-        return self.batch_size, _rows(self.size, self.transformer.config, self.context_size)
+        context = self.args.context_parallel_size
+        return self.batch_size, _rows(self.size, self.transformer.config, context)
 
     @cached_property
     def num_trained(self) -> int:
@@ -125,7 +126,7 @@ class Setup:
 
     def host_parts(self, policies: Sequence[Policy]) -> dict[str, int]:
         """Return the bytes of pinned host memory of one rank, by what they hold."""
-        offloaded = self.kept(policies)[:-NUM_RESIDENT] if self.offloads else []
+        offloaded = self.kept(policies)[:-NUM_RESIDENT] if self.args.offload_activations else []
         waiting = replace(self.encoders, are_offloaded=False)
         return {
             "activations": sum(offloaded),
@@ -174,7 +175,6 @@ class MemoryPlan:
         return max(p.total for p in self.phases if p.name in ("training", "optimizer step"))
 
     def summary(self) -> str:
-        """Return one line for the log."""
         parts = self.largest.parts.items()
         names = " + ".join(f"{name} {n / GIB:.1f}" for name, n in parts if n >= 0.05 * GIB)
         of = "" if self.card is None else f" of {self.card / GIB:.1f}"
@@ -191,11 +191,12 @@ def plan_memory(
     setup: Setup, card: int | None, policies: tuple[Policy, ...] | None = None
 ) -> MemoryPlan:
     """Predict the peaks. policies: None: those of the setup; `auto` gets the ones that fit on the card."""
-    if policies is None and setup.choice == "auto" and not setup.is_sampling:
+    choice = setup.args.activation_checkpointing
+    if policies is None and choice == "auto" and not setup.is_sampling:
         policies = choose_policies(setup, usable(card) - setup.gap_bytes if card else None)
     elif policies is None:
-        is_fixed = setup.choice in LADDER  # auto keeps all in sampling
-        policy = LADDER[LADDER.index(setup.choice)] if is_fixed else "none"
+        # Sampling keeps all.
+        policy = "none" if choice in (None, "auto") else choice
         policies = (policy,) * len(setup.transformer.blocks)
     return MemoryPlan(setup, policies, tuple(_phases(setup, policies, card)), card)
 
@@ -207,7 +208,7 @@ def choose_policies(setup: Setup, budget: int | None) -> tuple[Policy, ...]:
     activations are released first, before the recomputations of the early layers need memory.
     """
     number, ladder = len(setup.transformer.blocks), LADDER
-    if setup.offloads:
+    if setup.args.offload_activations:
         # The bytes that pointwise keeps take longer to copy to the host and back than to compute.
         ladder = LADDER[: LADDER.index("pointwise")]
     if budget is None:
@@ -233,7 +234,7 @@ def training_phase(setup: Setup, policies: Sequence[Policy]) -> Phase:
     leaves = setup.rules.is_offloaded and setup.rules.stage < 3
     most = step_bytes(setup.transformer, setup.rules) if leaves else _UNKNOWN
     kept = setup.kept(policies)
-    is_partial = setup.offloads and "none" not in policies
+    is_partial = setup.args.offload_activations and "none" not in policies
     # Offloading leaves what the last blocks before the one at work keep.
     held = lambda end, number: sum(kept[max(0, end - number) if is_partial else 0 : end])
     parts = [(held(len(kept), NUM_RESIDENT), edges.head)]
@@ -283,11 +284,10 @@ def _phases(setup: Setup, policies: Sequence[Policy], card: int | None) -> list[
     return phases
 
 
-def setup_of(run: Run, args: TrainKeys, world_size: int, traces: Traces | None = None) -> Setup:
-    """Collect what decides the memory of a configuration on `world_size` ranks.
-
-    traces: of the same model with the same layout, if there are some.
-    """
+def setup_of(run: Run, world_size: int, traces: Traces | None = None) -> Setup:
+    """Collect what decides the memory of a run on `world_size` ranks. traces: of the same layout, if there
+    are some."""
+    args = run.args
     tensor, context = args.model_parallel_size, args.context_parallel_size
     if traces is None:
         # The shard of the rank that has most, without memory and processes
@@ -303,37 +303,30 @@ def setup_of(run: Run, args: TrainKeys, world_size: int, traces: Traces | None =
     # Pictures are encoded one by one, which takes less than a clip.
     shape = (args.batch_size, clip.num_frames, *clip.pixels)
     captions = args.batch_size * max(times for times, _ in batches)
-    parts = run.model, run.data, run.frozen
-    encoders = find_encoders(args, *parts, shape, model.text_length, captions)
-    is_sampling = args.mode == "inference"
+    encoders = find_encoders(run, shape, model.text_length, captions)
     # Guidance runs the conditional and the unconditional half together.
     evaluated = args.eval_batch_size or args.batch_size
     eval_sizes = ((2, clip), *batches)
     eval_shapes = [(evaluated * times, _rows(size, model, context)) for times, size in eval_sizes]
+    is_evaluated = args.has_evaluation or args.mode == "inference"
     most = max(times * _sample_bytes(encoders, size, model) for times, size in batches)
     return Setup(
+        args=args,
         traces=traces,
-        rules=rules_of(run.deepspeed, args, world_size // tensor, run.allow_import),
+        rules=rules_of(run, world_size // tensor),
         size=size,
         batch_size=args.batch_size * times,
-        choice=str(args.activation_checkpointing),
         encoders=encoders,
-        eval_shape=max(eval_shapes, key=math.prod) if args.has_evaluation or is_sampling else None,
+        eval_shape=max(eval_shapes, key=math.prod) if is_evaluated else None,
         batch_bytes=args.batch_size * most,
-        model_size=tensor,
-        context_size=context,
-        is_sampling=is_sampling,
-        offloads=args.offload_activations,
     )
 
 
 def _rows(size: LatentSize, model: TransformerConfig, context_size: int) -> int:
-    """Return the rows of a sample that a rank has."""
     return -(-size.num_tokens(model) // context_size)
 
 
 def _sample_bytes(encoders: Encoders, size: LatentSize, model: TransformerConfig) -> int:
-    """Return the bytes of a sample of the batch in use."""
     clip = 3 * size.num_frames * math.prod(size.pixels)
     # Three of the clip's latents, and those of the conditions, in float32
     channels = 2 * model.out_channels + model.in_channels
@@ -353,17 +346,16 @@ def stand_in(rank: int, size: int) -> ParallelGroup:
     return ParallelGroup(rank, size, named)
 
 
-def rules_of(
-    section: Mapping[str, Any], args: TrainKeys, data_size: int, allow_import: Sequence[str] = ()
-) -> ZeroRules:
-    """Return where DeepSpeed and the optimizer keep the state of this configuration."""
+def rules_of(run: Run, data_size: int) -> ZeroRules:
+    """Return where DeepSpeed and the optimizer keep the state of a run."""
+    section, args = run.deepspeed, run.args
     zero, number = section.get("zero_optimization") or {}, DTYPES[args.precision].itemsize
     device = (zero.get("offload_optimizer") or {}).get("device")
     is_offloaded = bool(zero.get("cpu_offload")) or device in ("cpu", "nvme")
     stage, sum_dtype = stage_and_sums(section, args)
     weight = torch.nn.Parameter(torch.zeros(1, 1))
     of_section, groups = section.get("optimizer") or {}, [{"params": [weight]}]
-    optimizer = build_optimizer(of_section, groups, allow_import=allow_import, lr=args.lr)
+    optimizer = build_optimizer(of_section, groups, allow_import=run.allow_import, lr=args.lr)
     is_fused_adam = isinstance(optimizer, FusedEmaAdam)
     # Float32 numbers per weight that the optimizer keeps beside the EMA
     moments = 2 if "betas" in optimizer.defaults else int("momentum" in optimizer.defaults)

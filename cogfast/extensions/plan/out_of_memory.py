@@ -21,7 +21,6 @@ from cogfast.extensions.plan.ladder import Change, climb
 from cogfast.extensions.plan.memory import GIB, MemoryPlan, Setup, plan_memory, usable
 from cogfast.extensions.plan.seconds import predict_step
 from cogfast.train.activation_checkpointing import Policy, describe
-from cogfast.train.keys import TrainKeys
 from cogfast.train.watchers.watcher import Watcher
 
 logger = logging.getLogger(__name__)
@@ -42,15 +41,10 @@ class MemoryWatch(Watcher):
     """Compares plan and reality, and explains an out-of-memory error that ends the run."""
 
     def __init__(
-        self,
-        args: TrainKeys,
-        change: Change,
-        groups: ProcessGroups,
-        how_to_resume: Callable[[], str],
+        self, change: Change, groups: ProcessGroups, how_to_resume: Callable[[], str]
     ) -> None:
         """change: of the run. how_to_resume: describes the last checkpoint."""
-        self.args, self.groups = args, groups
-        self.change = change
+        self.change, self.groups = change, groups
         self.how_to_resume = how_to_resume
         self.policies: tuple[Policy, ...] | None = None  # of the blocks, when they have some
         self.attention: str | None = None  # the backend, when one is chosen
@@ -59,7 +53,7 @@ class MemoryWatch(Watcher):
 
     @cached_property
     def setup(self) -> Setup | None:
-        return self._predicted(lambda: self.change({}, self.groups.world_size, None)[1])
+        return self._predicted(lambda: self.change({}, self.groups.world_size, None))
 
     def plan(self) -> MemoryPlan | None:
         """Return the plan for this device; None if the run cannot be predicted."""
@@ -122,7 +116,7 @@ class MemoryWatch(Watcher):
             # The device has less for this run than the plan takes, whatever it says.
             smaller = replace(plan, card=min(plan.card or plan.peak, int(_SMALLER * plan.peak)))
             has_gpus = self.groups.device.type == "cuda"
-            found = climb(self.args, smaller, self.change, has_gpus)
+            found = climb(smaller, self.change, has_gpus)
             less = f"these changes take less: {found.describe()}"
             other = "use more GPUs, fewer frames or a smaller size"
             parts.append(less if found.plan.fits else other)

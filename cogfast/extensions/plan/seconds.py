@@ -127,7 +127,7 @@ def predict_step(plan: MemoryPlan, gpu: Gpu, backend: str | None = None) -> Step
     computed = sum(found.values())
     links = _links(setup, forward + others, gpu, computed)
     seconds = computed + links.exposed + times * transfers
-    samples = setup.batch_size * times * rules.data_size // setup.context_size
+    samples = setup.batch_size * times * rules.data_size // setup.args.context_parallel_size
     config, share = setup.transformer.config, setup.transformer.sparse_share
     flops = samples * train_flops(config, setup.size.num_tokens(config), share) / setup.world_size
     return StepTime(
@@ -189,13 +189,14 @@ def muon_flops(setup: Setup) -> float:
 def _links(setup: Setup, micro_batch: Work, gpu: Gpu, computed: float) -> Links:
     rules, traffic = setup.rules, count_traffic(setup, micro_batch)
     rate = gpu.shares.link * gpu.link_gb_per_s * 1e9
-    is_inside = setup.model_size * setup.context_size <= GPUS_PER_MACHINE
+    tensor, context = setup.args.model_parallel_size, setup.args.context_parallel_size
+    is_inside = tensor * context <= GPUS_PER_MACHINE
     # Nothing is left to compute while rows and heads are exchanged.
     inside = traffic.inside / (rate if is_inside else min(rate, _LINK_BETWEEN))
     # A ring leaves a machine once, and uses the network cards of all its GPUs. The GPUs of a copy
     # are in rings of their own, which share the cards.
     leaves = setup.world_size > GPUS_PER_MACHINE
-    part = 1 / max(1, GPUS_PER_MACHINE // setup.model_size) if leaves else 0.0
+    part = 1 / max(1, GPUS_PER_MACHINE // tensor) if leaves else 0.0
     ring = min(rate, _LINK_BETWEEN / part) if leaves else rate
     between = traffic.gradients + traffic.weights
     network = part * between + (0 if is_inside else traffic.inside)
@@ -220,7 +221,7 @@ def _transfers(plan: MemoryPlan, gpu: Gpu, forward: float, others: float) -> flo
     In forward the two directions are used at once: the slower one counts.
     """
     setup, rate = plan.setup, gpu.shares.link * gpu.host_gb_per_s * 1e9
-    kept = sum(setup.kept(plan.policies)[:-NUM_RESIDENT]) if setup.offloads else 0
+    kept = sum(setup.kept(plan.policies)[:-NUM_RESIDENT]) if setup.args.offload_activations else 0
     # Two blocks wait in their slots from one pass to the next.
     blocks = max(0, setup.state.host_blocks - setup.state.slots)
     exposed = max(0.0, max(kept, blocks) / rate - forward)

@@ -12,7 +12,6 @@ from cogfast.extensions.plan.seconds import GPUS_PER_MACHINE, StepTime, predict_
 from cogfast.extensions.plan.text import attention_of, check_plan, find_card, model_line
 from cogfast.extensions.plan.trace import Traces
 from cogfast.extensions.sparse.check import check_sparse
-from cogfast.train.keys import TrainKeys
 from cogfast.train.preflight.mesh import check_mesh
 from cogfast.train.run.opened import Run
 
@@ -24,9 +23,8 @@ _SIZES = (1, 2, 4, 8)  # of a group that shares a sample
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """A layout that fits. words: its keys, for `cogfast plan`. samples: the global batch."""
+    """A layout that fits. samples: the global batch."""
 
-    words: tuple[str, ...]
     samples: int
     plan: MemoryPlan
     step: StepTime
@@ -34,8 +32,9 @@ class Layout:
     @property
     def mesh(self) -> tuple[int, int, int]:
         """Return the sizes of data, context and tensor parallelism."""
-        setup = self.plan.setup
-        return setup.rules.data_size // setup.context_size, setup.context_size, setup.model_size
+        setup, args = self.plan.setup, self.plan.setup.args
+        context = args.context_parallel_size
+        return setup.rules.data_size // context, context, args.model_parallel_size
 
     @property
     def parts(self) -> tuple[float, ...]:
@@ -53,14 +52,14 @@ def find_layouts(
     Those of a number have the same global batch: deepspeed.train_batch_size, else the configuration's own.
     """
     name, memory, entry = find_card(gpu)
-    run = run.with_values(*check_plan(run.args, run.model, run.fields))
+    run = check_plan(run)
     model, data = run.network, run.data_arguments
     if entry is None or memory is None:
         known = ", ".join(each.name for each in GPUS)
         text = f"--table has no rates of {name}" if name else "--table needs --gpu NAME"
         raise ValueError(f"{text}; use --gpu {known}")
     args, traces = run.args, dict[tuple[int, int], Traces]()
-    if args.mode == "inference" or rules_of(run.deepspeed, args, 1, run.allow_import).is_offloaded:
+    if args.mode == "inference" or rules_of(run, 1).is_offloaded:
         raise ValueError("--table predicts no sampling and no offload_optimizer; plan without it")
     found: dict[int, list[Layout] | str] = {}
     for world in worlds:
@@ -87,15 +86,14 @@ def find_layouts(
                 why = f"{at_once} samples at once do not divide a batch of {samples}; set "
                 why += f"deepspeed.train_batch_size to a multiple of {at_once}"
                 continue
-            setup = setup_of(changed, changed.args, world, traces.get((tensor, context)))
+            setup = setup_of(changed, world, traces.get((tensor, context)))
             traces[tensor, context] = setup.traces
             plan = plan_memory(setup, memory)
             peaks.append(plan.peak)
-            backend, *_ = attention_of(changed.args, plan, entry, is_here=gpu is None)
+            backend, *_ = attention_of(plan, entry, is_here=gpu is None)
             step = predict_step(plan, entry, backend)
             if plan.fits and step is not None:
-                words = tuple(f"{key}={value}" for key, value in values.items())
-                layouts.append(Layout(words, samples, plan, step))
+                layouts.append(Layout(samples, plan, step))
         if peaks:
             why = f"no layout fits: {min(peaks) / GIB:.1f} GiB or more, of {memory / GIB:.1f}; "
             why += f"`cogfast plan --gpus {world}` shows what helps"
@@ -126,9 +124,7 @@ _TABLES: Mapping[str, Mapping[str, Callable[[Layout], str]]] = {
 }
 
 
-def describe_table(
-    found: Mapping[int, list[Layout] | str], args: TrainKeys, gpu: str | None
-) -> str:
+def describe_table(found: Mapping[int, list[Layout] | str], gpu: str | None) -> str:
     """Return two tables of at most 120 columns. found: by find_layouts. Raises ValueError if no number of GPUs has a layout."""
     fitting = [each for each in found.values() if not isinstance(each, str)]
     reasons = [f"--gpus {n}: {why}" for n, why in found.items() if isinstance(why, str)]
@@ -137,7 +133,7 @@ def describe_table(
     step, setup = fitting[0][0].step, fitting[0][0].plan.setup
     frames, (rows, columns) = setup.size.num_frames, setup.size.pixels
     lines = [
-        model_line(args, fitting[0][0].plan),
+        model_line(fitting[0][0].plan),
         f"on: {find_card(gpu)[0]}, {GPUS_PER_MACHINE} in a machine, ZeRO-{setup.rules.stage}, batches of "
         f"{setup.batch_size} x {frames} frames of {rows}x{columns}, cached latents",
         f"All figures are predicted, none was measured; {step.attention_rates}.",

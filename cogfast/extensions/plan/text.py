@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from functools import partial
-from typing import Any
 
 import torch
 
@@ -19,10 +18,8 @@ from cogfast.extensions.plan.memory import GIB, MemoryPlan, plan_memory, setup_o
 from cogfast.extensions.plan.seconds import predict_step
 from cogfast.extensions.sparse.check import check_sparse, follow_weights
 from cogfast.kernels.attention_backends import BACKENDS, backends_that_run
-from cogfast.model.keys import ModelKeys
 from cogfast.train.activation_checkpointing import describe
 from cogfast.train.assembly import DTYPES
-from cogfast.train.keys import TrainKeys
 from cogfast.train.preflight.mesh import check_global_batch, check_mesh
 from cogfast.train.run.opened import Run
 
@@ -37,7 +34,7 @@ def describe_plan(run: Run, gpu: str | None = None, num_gpus: int | None = None)
     gpu: of --gpu; None: the one that is here. num_gpus: of --gpus; None: of this launch. Raises
     ValueError for a name that is not known and for a number of GPUs that does not divide.
     """
-    run = run.with_values(*check_plan(run.args, run.model, run.fields))
+    run = check_plan(run)
     args, model, data = run.args, run.network, run.data_arguments
     card_name, memory, entry = find_card(gpu)
     world_size = num_gpus or int(os.environ.get("WORLD_SIZE", "1"))
@@ -45,22 +42,27 @@ def describe_plan(run: Run, gpu: str | None = None, num_gpus: int | None = None)
     check_sparse(args, model.config, data, is_training=args.mode != "inference")
     if args.mode != "inference":
         check_global_batch(args, run.deepspeed, world_size)
-    plan = plan_memory(setup_of(run, args, world_size), memory)
+    plan = plan_memory(setup_of(run, world_size), memory)
     changes: list[str] = []
     change = partial(changed_setup, run)
     if args.fit == "auto" and memory is not None:
-        found = climb(args, plan, change)
+        found = climb(plan, change)
         if found.plan.fits:
-            args, plan, changes = found.args, found.plan, fit_lines(found)
+            plan, changes = found.plan, fit_lines(found)
     setup = plan.setup
-    lines = [model_line(args, plan), _layout_line(plan)]
+    lines = [model_line(plan), _layout_line(plan)]
     if not setup.is_sampling:
-        asked = f"{setup.choice}: " if setup.choice == "auto" else ""
+        asked = "auto: " if setup.args.activation_checkpointing == "auto" else ""
         lines.append(f"activation checkpointing: {asked}{describe(plan.policies)}")
     host = [f"{name} {_gib(n)} GiB" for name, n in setup.host_parts(plan.policies).items() if n]
     if host:
         lines.append(f"in host memory, for each GPU: {', '.join(host)}")
-    lines += ["", *_table(plan), "", _verdict(plan, card_name)]
+    verdict = ". There is no GPU here to compare with; --gpu NAME or --gpu GIB names one."
+    if memory is not None:
+        has = f"{card_name} has {_gib(memory)} GiB, of which a run may use {_gib(usable(memory))}"
+        verdict = f"; {has}: it {'fits' if plan.fits else 'does not fit'}."
+    peak = f"peak: {_gib(plan.peak)} GiB ({plan.largest.name})"
+    lines += ["", *_table(plan), "", peak + verdict]
     gap = setup.gap_bytes
     is_tight = memory is not None and plan.phases[0].total + gap > usable(memory)
     if is_tight and plan.fits and not setup.is_sampling:
@@ -69,25 +71,23 @@ def describe_plan(run: Run, gpu: str | None = None, num_gpus: int | None = None)
         lines.append(text)
     lines += [f"{FIT}: {line}" for line in changes]
     if not plan.fits:
-        fix = climb(args, plan, change, has_gpus=True)
+        fix = climb(plan, change, has_gpus=True)
         peak = f"{_gib(fix.plan.peak)} GiB, {fix.plan.largest.name}"
         makes = ["", f"This makes it fit ({peak}):", *(f"  {change}" for change in fix.changes)]
         lines += makes if fix.plan.fits else [_NOTHING_FITS]
     if entry is not None:
-        lines += _time_lines(args, plan, entry, is_here=gpu is None)
+        lines += _time_lines(plan, entry, is_here=gpu is None)
     return "\n".join(lines) + "\n"
 
 
-def check_plan(
-    args: TrainKeys, model: ModelKeys, fields: dict[str, Any]
-) -> tuple[dict[str, str], str]:
-    """Check what a plan needs. Return what follow_weights finds. fields: of the network; {} without one."""
+def check_plan(run: Run) -> Run:
+    """Check what a plan needs; return the run with the attention of its weights."""
     run_without_dynamo()
-    found = follow_weights(args)
-    if not fields:
+    found = follow_weights(run.args)
+    if not run.fields:
         raise ValueError("model.network_config is missing; add a model file to --base")
-    check_conditions(model, fields)
-    return found
+    check_conditions(run.model, run.fields)
+    return run.with_values(*found)
 
 
 def find_card(name: str | None) -> tuple[str, int | None, Gpu | None]:
@@ -100,12 +100,12 @@ def find_card(name: str | None) -> tuple[str, int | None, Gpu | None]:
     return properties.name, properties.total_memory, gpu_of(torch.device("cuda:0"))
 
 
-def model_line(args: TrainKeys, plan: MemoryPlan) -> str:
-    transformer = plan.setup.transformer
+def model_line(plan: MemoryPlan) -> str:
+    args, transformer = plan.setup.args, plan.setup.transformer
     # Weights of 8 bits and those in host memory are no parameters.
     weights = {*transformer.parameters(), *(x.weight for _, x in base_linears(transformer))}
     held = f"{sum(weight.numel() for weight in weights) / 1e6:.1f} M parameters"
-    held += " a GPU" if plan.setup.model_size > 1 else ""
+    held += " a GPU" if args.model_parallel_size > 1 else ""
     if not plan.setup.is_sampling:
         held += f", {plan.setup.num_trained / 1e6:.1f} M of them trained"
     layers, width = counted(len(transformer.blocks), "layer"), transformer.config.hidden_size
@@ -115,9 +115,9 @@ def model_line(args: TrainKeys, plan: MemoryPlan) -> str:
 def _layout_line(plan: MemoryPlan) -> str:
     setup = plan.setup
     frames, (rows, columns) = setup.size.num_frames, setup.size.pixels
-    context = f" x cp {setup.context_size}" if setup.context_size > 1 else ""
-    copies = setup.rules.data_size // setup.context_size
-    mesh = f"dp {copies}{context} x tp {setup.model_size}"
+    number = setup.args.context_parallel_size
+    context = f" x cp {number}" if number > 1 else ""
+    mesh = f"dp {setup.rules.data_size // number}{context} x tp {setup.args.model_parallel_size}"
     zero = "" if setup.is_sampling else f", ZeRO-{setup.rules.stage}"
     batch = f"batches of {setup.batch_size} x {counted(frames, 'frame')} of {rows}x{columns}"
     tokens = setup.size.num_tokens(setup.transformer.config)
@@ -127,7 +127,6 @@ def _layout_line(plan: MemoryPlan) -> str:
 def _table(plan: MemoryPlan) -> list[str]:
     """Return a row for each part, with a column for each phase."""
     names = list(dict.fromkeys(name for phase in plan.phases for name in phase.parts))
-    # Parts that no phase has are left out.
     names = [n for n in names if any(phase.parts.get(n, 0) for phase in plan.phases)]
     widths = [max(8, len(phase.name)) for phase in plan.phases]
     cells = {"GiB per GPU": [phase.name for phase in plan.phases]}
@@ -138,19 +137,12 @@ def _table(plan: MemoryPlan) -> list[str]:
     return [aligned(name, row).rstrip() for name, row in cells.items()]
 
 
-def _verdict(plan: MemoryPlan, card_name: str) -> str:
-    peak = f"{_gib(plan.peak)} GiB ({plan.largest.name})"
-    if plan.card is None:
-        return f"peak: {peak}. There is no GPU here to compare with; --gpu NAME or --gpu GIB names one."
-    has = f"{card_name} has {_gib(plan.card)} GiB, of which a run may use {_gib(usable(plan.card))}"
-    return f"peak: {peak}; {has}: it {'fits' if plan.fits else 'does not fit'}."
-
-
 def attention_of(
-    args: TrainKeys, plan: MemoryPlan, gpu: Gpu, is_here: bool = False
+    plan: MemoryPlan, gpu: Gpu, is_here: bool = False
 ) -> tuple[str | None, list[str], str]:
     """Return the backend of attention that a plan assumes (None: no rates are known), those that it may
     choose, and the reason. is_here: the GPU is that of this machine."""
+    args = plan.setup.args
     named = args.attention_backend
     if named != "auto" and not BACKENDS[named].capability:
         raise ValueError(f"args.attention_backend={named} is for CPUs, the plan for GPUs: set auto")
@@ -164,9 +156,8 @@ def attention_of(
     return named if named != "auto" else gpu.shares.fastest(able), able, why
 
 
-def _time_lines(args: TrainKeys, plan: MemoryPlan, gpu: Gpu, is_here: bool) -> list[str]:
-    """Describe a predicted step."""
-    backend, able, why = attention_of(args, plan, gpu, is_here)
+def _time_lines(plan: MemoryPlan, gpu: Gpu, is_here: bool) -> list[str]:
+    backend, able, why = attention_of(plan, gpu, is_here)
     step = predict_step(plan, gpu, backend)
     if step is None:
         return ["", "step time: not predicted for sampling and offload"]
@@ -181,7 +172,7 @@ def _time_lines(args: TrainKeys, plan: MemoryPlan, gpu: Gpu, is_here: bool) -> l
         f"  {step.source}; without VAE and text encoder",
         f"  {step.attention_rates}",
     ]
-    if args.attention_backend == "auto" and backend is not None:
+    if plan.setup.args.attention_backend == "auto" and backend is not None:
         lines[-1] += f" ({why})"
         best = gpu.shares.fastest(["fa4", backend])
         faster = predict_step(plan, gpu, best)

@@ -97,7 +97,6 @@ class Edges:
 
 
 def _tensors(values: Sequence[Any]) -> list[Tensor]:
-    """Return the tensors in (nested) arguments."""
     return [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]
 
 
@@ -369,7 +368,6 @@ class Traces:
 
     def __init__(self, transformer: DiffusionTransformer) -> None:
         self.transformer = transformer
-        # Called with the arguments behind the transformer.
         self.edges = cache(partial(trace_edges, transformer))
         self.forward = cache(partial(trace_forward, transformer))
         self._block = cache(partial(trace_block, transformer))
@@ -386,7 +384,6 @@ class Traces:
             has_input_gradient |= bool(trained)
 
     def block(self, number: int, shape: tuple[int, int], policy: Policy) -> Trace:
-        """Return the trace of a block; see trace_block."""
         first, has_input_gradient = self._alike[number]
         return self._block(first, shape, policy, has_input_gradient)
 

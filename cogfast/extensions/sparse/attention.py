@@ -27,12 +27,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from cogfast.kernels.argument_checks import check_tensor, refuse
+from cogfast.kernels.argument_checks import check_qkv
 from cogfast.kernels.torch_library import from_gpu, register_op
 
 BLOCK = 128  # rows; PyTorch's and flash-attn's tuned kernels for Hopper take blocks of 128 x 128
 _TILE = 8  # rows and columns of the part of a video in a block, which has 2 frames
-_OP = "sparse_attention"
 # Blocks of queries per call on a CPU: their keys and values stay in the second-level cache.
 _CHUNK = 4
 _MOST_SHAPES = 64  # FlexAttention is compiled for each; PyTorch stops at 8
@@ -175,16 +174,14 @@ def sparse_attention(
         (FlexAttention's Triton kernels, as None) or "fa4" (FlexAttention by flash-attn 4).
     The second result, [B, H, N] float32, has an estimate for each block of queries.
     """
-    if q.ndim != 4:
-        refuse(_OP, "q", q, "it must be [B, S, H, D]")
-    check_tensor(_OP, "q", q, q.shape)
-    check_tensor(_OP, "k", k, q.shape, like=q)
-    check_tensor(_OP, "v", v, q.shape, like=q)
+    check_qkv("sparse_attention", q, k, v)
     num_kept = Blocks.of(q.shape[1], num_text).num_kept(share)
     choice = Choice(*_choose_blocks(q.detach(), k.detach(), num_text, num_kept))
     if q.device.type == "cuda":
         return _flex_attention(q, k, v, choice, backend), choice.kept_mass
-    return _SparseAttention.apply(q, k, v, num_text, num_kept, *choice), choice.kept_mass
+    # A GPU's kernels need q_indices, too; on the meta device this stands for them.
+    indices = choice.kv_indices, choice.q_indices
+    return _SparseAttention.apply(q, k, v, num_text, num_kept, *indices), choice.kept_mass
 
 
 # --- on a GPU
@@ -360,17 +357,15 @@ _sparse_attention_backward = register_op(
 class _SparseAttention(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx, q: Tensor, k: Tensor, v: Tensor, num_text: int, num_kept: int, *choice: Tensor
+        ctx, q: Tensor, k: Tensor, v: Tensor, num_text: int, num_kept: int, *indices: Tensor
     ) -> Tensor:
         ctx.numbers = (num_text, num_kept)
-        _, kv_indices, _, q_indices, *_ = choice
-        out, lse = _sparse_attention(q, k, v, kv_indices, *ctx.numbers)
-        # A GPU's kernels need q_indices, too; on the meta device this stands for them.
-        ctx.save_for_backward(q, k, v, out, lse, kv_indices, q_indices)
+        out, lse = _sparse_attention(q, k, v, indices[0], *ctx.numbers)
+        ctx.save_for_backward(q, k, v, out, lse, *indices)
         return out
 
     @staticmethod
     def backward(ctx, *output_gradients: Tensor) -> tuple[Any, ...]:
         *saved, _ = ctx.saved_tensors
         gradients = _sparse_attention_backward(*output_gradients, *saved, *ctx.numbers)
-        return *gradients, *[None] * 8
+        return *gradients, *[None] * 4

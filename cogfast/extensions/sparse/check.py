@@ -1,4 +1,4 @@
-"""Check and choose args.attention: dense, or block-sparse attention with a share of blocks left out."""
+"""Check, choose and warm up args.attention: dense, or block-sparse attention with a share of blocks left out."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from cogfast.train.assembly import DTYPES
 from cogfast.train.keys import TrainKeys
 from cogfast.train.preflight.attention_choice import Shape, find_error, run_shape
 from cogfast.train.video_size import bucket_sizes, largest_size
+from cogfast.train.watchers.watcher import Watcher
 
 logger = logging.getLogger(__name__)
 
@@ -157,3 +158,15 @@ def use_attention(transformer: DiffusionTransformer, attention: str) -> None:
     if share is not None and torch.cuda.is_available():
         run_without_dynamo(False)  # FlexAttention is compiled
     transformer.use_sparse_attention(share)
+
+
+class SparseWarmup(Watcher):
+    """Sets the share before each step: of step i of `steps`, share * i / steps. Step 0 is dense."""
+
+    def __init__(self, transformer: DiffusionTransformer, steps: int) -> None:
+        assert transformer.sparse_share is not None, "args.sparse_warmup without sparse attention"
+        self.transformer, self.steps, self.share = transformer, steps, transformer.sparse_share
+
+    def before_step(self, step: int) -> None:
+        self.is_done = step >= self.steps
+        self.transformer.use_sparse_attention(self.share * min(1.0, step / self.steps))

@@ -117,7 +117,6 @@ def compile_library() -> Path:
 
 
 def _compiler() -> list[str]:
-    """Return the words of the command, or RuntimeError."""
     words = os.environ.get("CXX", "")
     try:
         return shlex.split(words) or ["g++"]

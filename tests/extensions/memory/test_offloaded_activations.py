@@ -170,10 +170,9 @@ def test_runs_have_the_same_losses(run: Run, tmp_path: Path) -> None:
 
 def test_the_plan_has_two_blocks_on_the_device_and_the_others_on_the_host(run: Run) -> None:
     config = run.config(DEEP, policy("full"))
-    args = config.run.args
     # Activations are the largest part.
-    plain = replace(setup_of(config.run, args, 1), batch_size=10**4)
-    setup = replace(plain, offloads=True)
+    plain = replace(setup_of(config.run, 1), batch_size=10**4)
+    setup = replace(plain, args=plain.args.changed(offload_activations=True))
     for name in POLICIES:
         kept, policies = setup.block(1, name).kept, [name] * LAYERS
         assert setup.host_parts(policies)["activations"] == 3 * kept

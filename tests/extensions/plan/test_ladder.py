@@ -30,6 +30,7 @@ from cogfast.extensions.plan.trace import Traces, scratch
 from cogfast.extensions.plan.zero import ZeroRules, num_trained
 from cogfast.model.transformer import assemble_transformer
 from cogfast.train.activation_checkpointing import LADDER, Policy, apply_policies
+from cogfast.train.keys import TrainKeys
 from cogfast.train.run import opened as opened_run
 from cogfast.train.video_size import LatentSize
 from tests.support.refusals import assert_refused
@@ -53,8 +54,8 @@ def fitted(
     gib: float, *words: str, lora: bool = True, ranks: int = 1, gpus: bool = False
 ) -> Fitted:
     run = opened(*words, lora=lora)
-    plan = plan_memory(setup_of(run, run.args, ranks), int(gib * GIB))
-    return climb(run.args, plan, partial(changed_setup, run), has_gpus=gpus)
+    plan = plan_memory(setup_of(run, ranks), int(gib * GIB))
+    return climb(plan, partial(changed_setup, run), has_gpus=gpus)
 
 
 def test_a_run_that_fits_is_not_changed() -> None:
@@ -70,9 +71,10 @@ def test_the_changed_configuration_takes_what_was_planned(lora: bool) -> None:
         found = fitted(gib, CACHED, BATCH, NONE, lora=lora)
         assert found.plan.fits and found.changes, gib
         changed = opened(CACHED, BATCH, NONE, lora=lora).with_values(found.values, "test")
-        again = plan_memory(setup_of(changed, found.args, 1), found.plan.card)
+        again = plan_memory(setup_of(changed, 1), found.plan.card)
         assert again.peak == found.plan.peak <= usable(int(gib * GIB))
-        assert found.args.batch_size * found.args.gradient_accumulation_steps == 4
+        args = found.plan.setup.args
+        assert args.batch_size * args.gradient_accumulation_steps == 4
         seen.append(found)
     assert [len(found.changes) for found in seen] == sorted(len(f.changes) for f in seen)
 
@@ -85,7 +87,7 @@ def test_no_change_is_made_in_vain() -> None:
     for change in found.changes:
         others = [word for each in found.changes if each != change for word in each.split()]
         config = STOCK.config("args.train_data=[clips]", *words[:1], NONE, BATCH, *others)
-        plan = plan_memory(setup_of(config.run, config.run.args, 1), found.plan.card)
+        plan = plan_memory(setup_of(config.run, 1), found.plan.card)
         assert not plan.fits, change
 
 
@@ -136,9 +138,8 @@ def test_a_run_makes_the_changes_and_trains_as_before(
     run = run.with_args(train_iters=2)
     expected = run.into(tmp_path / "plain").train().losses
     plain = run.config()
-    args = plain.run.args
     # A little less than the run may use.
-    card = int((plan_memory(setup_of(plain.run, args, 1), None).peak - 2**12) / (1 - MARGIN))
+    card = int((plan_memory(setup_of(plain.run, 1), None).peak - 2**12) / (1 - MARGIN))
     monkeypatch.setattr(ladder, "free_memory", lambda device: (card, card))
     fitted = run.into(tmp_path / "fitted").train("args.fit=auto")
     assert fitted.losses == pytest.approx(expected, rel=1e-5)
@@ -146,7 +147,7 @@ def test_a_run_makes_the_changes_and_trains_as_before(
     assert len(lines) >= 2 and lines[-1].startswith("args.fit=auto: fits: ")
     # The run's folder has the changes, so that a resumed run begins with them.
     saved = run_of(fitted.path / "training_config.yaml").config()
-    assert plan_memory(setup_of(saved.run, saved.run.args, 1), card).fits
+    assert plan_memory(setup_of(saved.run, 1), card).fits
 
 
 def test_a_run_that_cannot_fit_ends_in_one_line(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -158,12 +159,12 @@ def test_a_run_that_cannot_fit_ends_in_one_line(run: Run, monkeypatch: pytest.Mo
 def test_the_plan_counts_what_waits_in_host_memory() -> None:
     words = ["args.train_data=[clips]", CACHED, "args.offload_blocks=42"]
     config = STOCK.config(*words)
-    plan = plan_memory(setup_of(config.run, config.run.args, 1), None)
+    plan = plan_memory(setup_of(config.run, 1), None)
     m = 3072  # width; qkv, output, fc1, fc2 and the modulation of a block
     linears = m * 3 * m + m * m + 2 * m * 4 * m + 512 * 12 * m
     assert plan.setup.host_parts(plan.policies)["blocks"] == 42 * 2 * linears
     full = run_of(FILES[0], FILES[2]).config(*words[:2], "args.ema_device=cpu")
-    plan = plan_memory(setup_of(full.run, full.run.args, 1), None)
+    plan = plan_memory(setup_of(full.run, 1), None)
     parts = plan.setup.host_parts(plan.policies)
     assert parts["EMA"] == 4 * num_trained(plan.setup.transformer) and parts["blocks"] == 0
 
@@ -192,9 +193,7 @@ CANDIDATES: list[tuple[Policy, ...]] = [("full",) * NUM_LAYERS] + [
     for below, above in pairwise(LADDER)
     for number in range(1, NUM_LAYERS + 1)
 ]
-AUTO: Any = SimpleNamespace(
-    activation_checkpointing="auto", compile=False, offload_activations=False
-)
+AUTO = TrainKeys(activation_checkpointing="auto")
 
 
 class OtherRanks:
@@ -221,11 +220,11 @@ def setup_of_steps(kind: str, sum_bytes: int = 0) -> Setup:
         p.requires_grad_(".matrix_" in name or kind != "lora" and "position_table" not in name)
     rules = {"stage": 1, "data_size": 1, "weight_bytes": 2, "is_fused": False, "bucket": 0}
     return Setup(
+        args=AUTO,
         traces=Traces(transformer),
         rules=ZeroRules(**rules, sum_bytes=sum_bytes),
         size=LatentSize.of_model(config),
         batch_size=1,
-        choice="auto",
         encoders=Encoders(shape=(0, 0, 0, 0)),
     )
 
@@ -303,7 +302,7 @@ def test_a_run_has_the_same_losses_under_each_policy(
         one = run.with_args(activation_checkpointing=choice).into(tmp_path / choice)
         if choice == "auto":  # memory for one layer's worth of a rung
             config = one.config()
-            setup = setup_of(config.run, config.run.args, 1)
+            setup = setup_of(config.run, 1)
             lasting = sum(setup.base_parts().values())
             needed = training_phase(setup, chosen).total - lasting + setup.gap_bytes
             memory = int(needed / (1 - MARGIN)) + 2

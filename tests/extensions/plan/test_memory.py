@@ -30,7 +30,7 @@ def config_of(name: str, *words: str, lora: bool = False) -> tuple[Config, Train
 
 def plan_of(name: str, *words: str, lora: bool = False, card: int | None = None, gpus: int = 1):
     config, args = config_of(name, *words, lora=lora)
-    return plan_memory(setup_of(config.run, args, gpus), card)
+    return plan_memory(setup_of(config.run, gpus), card)
 
 
 INT8, BLOCKS = "args.quantize_base=int8", "args.offload_blocks=42"
@@ -82,7 +82,7 @@ def test_a_step_takes_what_the_allocator_counted(
     given += [f"args.activation_checkpointing={policy}"]
     files = [tmp_path / "model.yaml", *([CONFIGS / "lora.yaml"] if lora else [])]
     config = run_of(*files, CONFIGS / "sft.yaml").config(*given)
-    plan = plan_memory(setup_of(config.run, config.run.args, ranks), None)
+    plan = plan_memory(setup_of(config.run, ranks), None)
     assert plan.step_peak / GIB == pytest.approx(gib, rel=0.006)
 
 
@@ -168,7 +168,7 @@ def test_the_largest_step_counts_with_its_number_of_pictures() -> None:
     """A step of few pictures is below that of the clip; one of many is planned as a batch of pictures."""
     flat = ("data.params.max_num_frames=1", "args.batch_size=2000", "args.latent_cache=cache")
     both = "data.params.buckets=[[49,480,720],[1,480,720]]"
-    size = lambda of: setup_of(of[0].run, of[1], 1)
+    size = lambda of: setup_of(of[0].run, 1)
     plain = size(config_of("_2b", CACHED[0]))
     few = size(config_of("_2b", CACHED[0], both, "data.params.bucket_batch=[1,11]"))
     assert (few.size, few.batch_size, few.shape) == (plain.size, 1, plain.shape)

@@ -27,6 +27,7 @@ from cogfast.kernels.block_kernels import choose_kernels
 from cogfast.model.lora import is_lora_parameter
 from cogfast.model.transformer import DiffusionTransformer
 from cogfast.train.activation_checkpointing import LADDER, Policy, apply_policies
+from cogfast.train.keys import TrainKeys
 from cogfast.train.optimizer import muon_matrices, parameter_groups
 from cogfast.train.video_size import LatentSize
 from tests.extensions.plan.test_memory import CACHED, config_of
@@ -58,11 +59,11 @@ def plan_of(name: str, policy: Policy, **rules: Any) -> MemoryPlan:
     rules = {"stage": 2, "data_size": 1, "weight_bytes": 4, "sum_bytes": 4, **rules}
     channels, frames, height, width = latents.shape[1:]
     setup = Setup(
+        args=TrainKeys(activation_checkpointing=policy),
         traces=Traces(trained(name).to("meta")),
         rules=ZeroRules(**rules),
         size=LatentSize(channels, frames, height, width, 9, 8.0),
         batch_size=len(latents),
-        choice=policy,
         encoders=Encoders(shape=(1, 9, 8 * height, 8 * width)),
     )
     return plan_memory(setup, None)
@@ -180,7 +181,7 @@ def test_links_between_machines_are_slower() -> None:
 def test_copies_between_host_and_gpu_hide_behind_computation() -> None:
     words = ["args.offload_blocks=10", "args.offload_activations=true"]
     config, args = config_of("_5b", *CACHED, *words, lora=True)
-    plan = plan_memory(setup_of(config.run, args, 1), None)
+    plan = plan_memory(setup_of(config.run, 1), None)
     kept = 40 * plan.setup.block(1, "full").kept
     blocks = 8 * 2 * (12 * 3072**2 + 12 * 3072 * 512)  # two wait in their slots
     rate = 0.8 * 1e9
@@ -256,7 +257,7 @@ def test_predictions_are_within_3_percent_of_the_steps_of_an_h100(piece: str) ->
         layers = f"model.network_config.params.num_layers={num_layers}"
         words = [*CACHED, f"args.activation_checkpointing={policy}", layers]
         config, args = config_of(f"_{piece}", *words, lora=lora)
-        step = predict_step(plan_memory(setup_of(config.run, args, 1), None), H100, "cudnn")
+        step = predict_step(plan_memory(setup_of(config.run, 1), None), H100, "cudnn")
         assert step is not None
         assert 1000 * step.seconds == pytest.approx(milliseconds, rel=0.03)
 
@@ -284,11 +285,11 @@ def test_the_plan_names_the_attention_that_it_assumes() -> None:
 
 def test_a_data_sheet_gives_a_prediction() -> None:
     config, args = config_of("_5b", *CACHED)
-    plan = plan_memory(setup_of(config.run, args, 8), None)
+    plan = plan_memory(setup_of(config.run, 8), None)
     for gpu in GPUS:
         step = predict_step(plan, gpu)
         assert step is not None and 0 < step.mfu < gpu.shares.matmul
         assert step.source == f"a prediction from the data sheet of {gpu.name}"
     offload = "deepspeed.zero_optimization.offload_optimizer.device=cpu"
     config, args = config_of("_5b", *CACHED, offload)
-    assert predict_step(plan_memory(setup_of(config.run, args, 1), None), H100) is None
+    assert predict_step(plan_memory(setup_of(config.run, 1), None), H100) is None

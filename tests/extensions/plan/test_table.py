@@ -10,7 +10,7 @@ import pytest
 from cogfast.cli.options import parse_plan
 from cogfast.config import Config
 from cogfast.extensions.plan.seconds import predict_step
-from cogfast.extensions.plan.table import Layout, describe_table, find_layouts
+from cogfast.extensions.plan.table import _LAYOUT, Layout, describe_table, find_layouts
 from cogfast.extensions.plan.text import describe_plan
 from cogfast.extensions.plan.zero import num_trained
 from tests.extensions.plan.test_memory import CACHED, config_of
@@ -27,7 +27,7 @@ def config(*words: str) -> Config:
 
 def described(config: Config, gpu: str, worlds: tuple[int, ...]) -> str:
     run = config.run
-    return describe_table(find_layouts(run, gpu, worlds), run.args, gpu)
+    return describe_table(find_layouts(run, gpu, worlds), gpu)
 
 
 @cache
@@ -55,7 +55,12 @@ def test_bytes_of_links_are_those_of_rings(world: int) -> None:
 def test_tensor_parallel_rings_share_the_network_cards() -> None:
     """With two GPUs a copy, a machine has two rings, each with four of its GPUs."""
     plan = plan_of("all weights", "none", data_size=32)
-    step = predict_step(replace(plan, setup=replace(plan.setup, model_size=2)), H100)
+    step = predict_step(
+        replace(
+            plan, setup=replace(plan.setup, args=plan.setup.args.changed(model_parallel_size=2))
+        ),
+        H100,
+    )
     assert step is not None
     total = 4 * num_trained(plan.setup.transformer) * 3 * 31 / 32
     assert step.links.network_bytes == pytest.approx(total / 4)
@@ -77,7 +82,9 @@ def test_layouts_have_one_global_batch_and_are_those_of_the_plan() -> None:
             waits = replace(each, step=replace(each.step, transfers=0.5))  # for the host
             assert sum(waits.parts) == pytest.approx(waits.step.seconds)
     layout = found()[16][-1]
-    text = describe_plan(config(*layout.words).run, "h100-80", 16)
+    args = layout.plan.setup.args
+    words = [f"{args.key(name)}={getattr(args, name)}" for name in _LAYOUT]
+    text = describe_plan(config(*words).run, "h100-80", 16)
     dp, cp, tp = layout.mesh
     assert f"on: 16 GPUs (dp {dp} x cp {cp} x tp {tp})" in text
     assert f"\npeak: {layout.plan.peak / 2**30:.2f} GiB" in text

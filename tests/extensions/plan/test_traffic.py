@@ -4,6 +4,7 @@ import json
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from cogfast.extensions.plan.zero import ZeroRules
 from cogfast.model.config import TransformerConfig
 from cogfast.model.transformer import assemble_transformer, freeze
 from cogfast.train.activation_checkpointing import Policy
+from cogfast.train.keys import TrainKeys
 from cogfast.train.video_size import LatentSize
 from tests.support.ranks.communication_ranks import (
     CASES,
@@ -67,7 +69,7 @@ def planned(setup: Setup, persistent: int = 100_000) -> Traffic:
 def of_run(base: Path, words: list[str], ranks: int, persistent: int = 100_000) -> Traffic:
     words = [word for word in words if not word.startswith("args.load=")]
     config = run_of(base).config(*words)
-    return planned(setup_of(config.run, config.run.args, ranks), persistent)
+    return planned(setup_of(config.run, ranks), persistent)
 
 
 def scalars(ranks: int) -> float:
@@ -124,11 +126,16 @@ def of_model(
     number = dtype.itemsize
     given = {"stage": 2, "data_size": context, "weight_bytes": number, "sum_bytes": number} | rules
     zero, none = ZeroRules(**given), Encoders(shape=(0, 0, 0, 0))
-    mesh = {"model_size": tensor, "context_size": context, "batch_size": batch}
-    traces = Traces(transformer)
-    return planned(
-        Setup(traces=traces, rules=zero, size=size, choice=policy, encoders=none, **mesh)
-    )
+    args = TrainKeys(model_parallel_size=tensor, context_parallel_size=context)
+    args, traces = args.changed(activation_checkpointing=policy), Traces(transformer)
+    given: dict[str, Any] = {
+        "traces": traces,
+        "rules": zero,
+        "size": size,
+        "encoders": none,
+        "batch_size": batch,
+    }
+    return planned(Setup(args=args, **given))
 
 
 def latent_size(latents: torch.Tensor) -> LatentSize:

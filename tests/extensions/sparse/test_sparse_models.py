@@ -94,7 +94,7 @@ def test_a_run_resumes_samples_and_fine_tunes_sparse(
     further = run.into(tmp_path / "further").train(f"args.load={checkpoint}", steps=1).last
     assert further.engine.transformer.sparse_share == 0.6
     assert f"attention: sparse:0.6, as {checkpoint} was trained" in log.text
-    assert further.config.args.attention == "sparse:0.6"
+    assert further.args.attention == "sparse:0.6"
     other = run.into(tmp_path / "cut")
     assert_refused(lambda: other.resume(steps=5), "args.attention: sparse:0.6 -> None")
     options = ["--prompt", "a bar", "args.only_save_latents=true", "--out"]
