@@ -9,9 +9,11 @@ from cogfast.core.component import Component
 from cogfast.core.shapes import num_latent_frames
 from cogfast.extensions.conditions.given_frames import GivenFrames
 from cogfast.model.autoencoder import VideoAutoencoder, tiled, video_autoencoder_from_sat
+from cogfast.model.keys import ModelKeys
 from cogfast.model.text_encoder import T5TextEncoder
 from cogfast.train.assembly import DTYPES, video_data
-from cogfast.train.run.opened import Run
+from cogfast.train.frozen_encoders import FrozenParts
+from cogfast.train.keys import TrainKeys
 
 _FLOAT32 = 4
 # google/t5-v1_1-xxl, which all CogVideoX models use: elements of its encoder, and those of its `wo`,
@@ -102,12 +104,17 @@ class Encoders:
 
 
 def find_encoders(
-    run: Run, shape: tuple[int, int, int, int], text_length: int, num_captions: int
+    args: TrainKeys,
+    model: ModelKeys,
+    data: Component | None,
+    frozen: FrozenParts,
+    shape: tuple[int, int, int, int],
+    text_length: int,
+    num_captions: int,
 ) -> Encoders:
     """Return what the encoders of a run take; files that are missing need not exist.
     num_captions: the most of a micro-batch."""
-    args, model, data = run.args, run.model, run.data
-    text_encoder, number_bytes = run.frozen.text_encoder, DTYPES[args.precision].itemsize
+    text_encoder, number_bytes = frozen.text_encoder, DTYPES[args.precision].itemsize
     # A data section that is still to come counts as one of clips.
     is_of_clips = data is None or video_data(data) is not None
     reads_clips = is_of_clips and not model.latent_input
@@ -129,7 +136,7 @@ def find_encoders(
         scores = 2 * _T5_HEADS * text_length**2 * (_FLOAT32 + number_bytes)
         rows = text_length * (3 * _T5_INNER + 6 * _T5_WIDTH) * number_bytes
         text_peak = num_captions * (scores + rows)
-    is_known, mode = _first_stage(run.frozen.first_stage)
+    is_known, mode = _first_stage(frozen.first_stage)
     return Encoders(
         text_bytes=text_bytes,
         text_peak=text_peak,

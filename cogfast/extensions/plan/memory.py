@@ -303,7 +303,8 @@ def setup_of(run: Run, world_size: int, traces: Traces | None = None) -> Setup:
     # Pictures are encoded one by one, which takes less than a clip.
     shape = (args.batch_size, clip.num_frames, *clip.pixels)
     captions = args.batch_size * max(times for times, _ in batches)
-    encoders = find_encoders(run, shape, model.text_length, captions)
+    parts = run.model, run.data, run.frozen
+    encoders = find_encoders(args, *parts, shape, model.text_length, captions)
     # Guidance runs the conditional and the unconditional half together.
     evaluated = args.eval_batch_size or args.batch_size
     eval_sizes = ((2, clip), *batches)
@@ -313,7 +314,7 @@ def setup_of(run: Run, world_size: int, traces: Traces | None = None) -> Setup:
     return Setup(
         args=args,
         traces=traces,
-        rules=rules_of(run, world_size // tensor),
+        rules=rules_of(run.deepspeed, args, world_size // tensor, run.allow_import),
         size=size,
         batch_size=args.batch_size * times,
         encoders=encoders,
@@ -346,16 +347,17 @@ def stand_in(rank: int, size: int) -> ParallelGroup:
     return ParallelGroup(rank, size, named)
 
 
-def rules_of(run: Run, data_size: int) -> ZeroRules:
-    """Return where DeepSpeed and the optimizer keep the state of a run."""
-    section, args = run.deepspeed, run.args
+def rules_of(
+    section: Mapping[str, Any], args: TrainKeys, data_size: int, allow_import: Sequence[str] = ()
+) -> ZeroRules:
+    """Return where DeepSpeed and the optimizer keep the state of a run. section: deepspeed's."""
     zero, number = section.get("zero_optimization") or {}, DTYPES[args.precision].itemsize
     device = (zero.get("offload_optimizer") or {}).get("device")
     is_offloaded = bool(zero.get("cpu_offload")) or device in ("cpu", "nvme")
     stage, sum_dtype = stage_and_sums(section, args)
     weight = torch.nn.Parameter(torch.zeros(1, 1))
     of_section, groups = section.get("optimizer") or {}, [{"params": [weight]}]
-    optimizer = build_optimizer(of_section, groups, allow_import=run.allow_import, lr=args.lr)
+    optimizer = build_optimizer(of_section, groups, allow_import=allow_import, lr=args.lr)
     is_fused_adam = isinstance(optimizer, FusedEmaAdam)
     # Float32 numbers per weight that the optimizer keeps beside the EMA
     moments = 2 if "betas" in optimizer.defaults else int("momentum" in optimizer.defaults)

@@ -52,14 +52,15 @@ def find_layouts(
     Those of a number have the same global batch: deepspeed.train_batch_size, else the configuration's own.
     """
     name, memory, entry = find_card(gpu)
-    run = check_plan(run)
+    run = run.with_values(*check_plan(run.args, run.model, run.fields))
     model, data = run.network, run.data_arguments
     if entry is None or memory is None:
         known = ", ".join(each.name for each in GPUS)
         text = f"--table has no rates of {name}" if name else "--table needs --gpu NAME"
         raise ValueError(f"{text}; use --gpu {known}")
     args, traces = run.args, dict[tuple[int, int], Traces]()
-    if args.mode == "inference" or rules_of(run, 1).is_offloaded:
+    rules = rules_of(run.deepspeed, args, 1, run.allow_import)
+    if args.mode == "inference" or rules.is_offloaded:
         raise ValueError("--table predicts no sampling and no offload_optimizer; plan without it")
     found: dict[int, list[Layout] | str] = {}
     for world in worlds:

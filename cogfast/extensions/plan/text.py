@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -18,8 +19,10 @@ from cogfast.extensions.plan.memory import GIB, MemoryPlan, plan_memory, setup_o
 from cogfast.extensions.plan.seconds import predict_step
 from cogfast.extensions.sparse.check import check_sparse, follow_weights
 from cogfast.kernels.attention_backends import BACKENDS, backends_that_run
+from cogfast.model.keys import ModelKeys
 from cogfast.train.activation_checkpointing import describe
 from cogfast.train.assembly import DTYPES
+from cogfast.train.keys import TrainKeys
 from cogfast.train.preflight.mesh import check_global_batch, check_mesh
 from cogfast.train.run.opened import Run
 
@@ -34,7 +37,7 @@ def describe_plan(run: Run, gpu: str | None = None, num_gpus: int | None = None)
     gpu: of --gpu; None: the one that is here. num_gpus: of --gpus; None: of this launch. Raises
     ValueError for a name that is not known and for a number of GPUs that does not divide.
     """
-    run = check_plan(run)
+    run = run.with_values(*check_plan(run.args, run.model, run.fields))
     args, model, data = run.args, run.network, run.data_arguments
     card_name, memory, entry = find_card(gpu)
     world_size = num_gpus or int(os.environ.get("WORLD_SIZE", "1"))
@@ -80,14 +83,16 @@ def describe_plan(run: Run, gpu: str | None = None, num_gpus: int | None = None)
     return "\n".join(lines) + "\n"
 
 
-def check_plan(run: Run) -> Run:
-    """Check what a plan needs; return the run with the attention of its weights."""
+def check_plan(
+    args: TrainKeys, model: ModelKeys, fields: dict[str, Any]
+) -> tuple[dict[str, str], str]:
+    """Check what a plan needs; return what follow_weights finds. fields: of the network; {} without one."""
     run_without_dynamo()
-    found = follow_weights(run.args)
-    if not run.fields:
+    found = follow_weights(args)
+    if not fields:
         raise ValueError("model.network_config is missing; add a model file to --base")
-    check_conditions(run.model, run.fields)
-    return run.with_values(*found)
+    check_conditions(model, fields)
+    return found
 
 
 def find_card(name: str | None) -> tuple[str, int | None, Gpu | None]:

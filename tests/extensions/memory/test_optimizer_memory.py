@@ -176,7 +176,7 @@ def test_muon_keeps_one_moment_of_the_linears_of_blocks(tiny: Run) -> None:
             found[len(kinds)] += p.numel()
     assert all(found.values()) and not names
     config = tiny.config("deepspeed.optimizer.type=Muon")
-    rules = rules_of(config.run, 1)
+    rules = rules_of(config.run.deepspeed, config.run.args, 1)
     assert lasting_state(model, rules).moments == 4 * (found[1] + 2 * found[2])
     plain = step_bytes(model, replace(rules, is_muon=False))
     largest = model.blocks[0].fc1.weight.numel()
@@ -188,7 +188,7 @@ def test_the_plan_counts_the_bytes(tiny: Run) -> None:
         config = tiny.config(*words)
         model: Any = torch.nn.Linear(numel, 1, bias=False, device="meta")
         model.block_source = None
-        return lasting_state(model, rules_of(config.run, ranks))
+        return lasting_state(model, rules_of(config.run.deepspeed, config.run.args, ranks))
 
     plain, small = state_of(10**9), state_of(10**9, HOST, EIGHT)
     assert (plain.moments, plain.ema) == (4 * 10**9, 2 * 10**9)
