@@ -168,7 +168,7 @@ def test_files_are_short_and_init_files_empty() -> None:
     assert not long
     inner = {n: count for n, count in lines.items() if n.endswith("/__init__.py")}
     filled = [n for n, count in inner.items() if count]  # the package's own has the version
-    # cogfast.door.load_config; CogVideo's users import from cogfast.finetune itself.
+    # cogfast.config.load_config; CogVideo's users import from cogfast.finetune itself.
     assert filled == ["config/__init__.py", "finetune/__init__.py"]
     folders = {path.parent for path in SOURCES.values()}
     assert all((folder / "__init__.py").is_file() for folder in folders)

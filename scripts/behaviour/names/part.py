@@ -36,7 +36,7 @@ _MORE = [
     "cogfast.finetune.schemas.Args",
     "cogfast.finetune.schemas.Components",
     "cogfast.finetune.trainer.Trainer",
-    "cogfast.door.load_config",
+    "cogfast.config.load_config",
     "cogfast.config.instantiate",
     "cogfast.config.resolve",
     "cogfast.config.Config",
