@@ -13,7 +13,7 @@ from omegaconf import DictConfig, OmegaConf
 from cogfast.config.yaml_files import to_dict
 from cogfast.core.addresses import hint, shown
 from cogfast.core.keys import SECTIONS, Settings, find_origin, with_origins
-from cogfast.core.values import put
+from cogfast.core.values import leaves, put
 
 if TYPE_CHECKING:
     from cogfast.train.run.opened import Run
@@ -49,16 +49,18 @@ class Config:
     def with_values(self, values: Settings) -> Config:
         """Return the configuration with {dotted key: (value, origin)}, which are not checked again.
 
-        The origin None leaves the origins as they are.
+        With the origin None, values that are still there keep theirs.
         """
         if not values:
             return self
         sections, origins = to_dicts(self), dict(self.origins)
         for key, (value, origin) in values.items():
             put(sections, key, value)
+            kept = leaves(value, key) if origin is None else ()
+            below = [name for name in origins if f"{name}.".startswith(f"{key}.")]
+            for name in [name for name in below if name not in kept]:
+                del origins[name]
             if origin is not None:
-                for name in [name for name in origins if f"{name}.".startswith(f"{key}.")]:
-                    del origins[name]
                 origins[key] = origin
         made = {name: OmegaConf.create(section) for name, section in sections.items()}
         return replace(self, **made, origins=origins)

@@ -199,12 +199,10 @@ def fill_from_pipeline(
         own = set(inspect.signature(VideoAutoencoder).parameters) - {"path", "inner", "dtype"}
         params = (stage or {}).get("params") or {}
         kept = {name: value for name, value in params.items() if name in own}
-        made = {"path": str(folder / "vae"), **kept}
-        target = "cogfast.model.autoencoder.VideoAutoencoder"
-        found[FIRST_STAGE] = {"target": target, "params": made}, str(folder)
-        for name, value in kept.items():
-            key = f"{FIRST_STAGE}.params.{name}"
-            found[key] = value, find_origin(origins, key)
+        path, target = str(folder / "vae"), "cogfast.model.autoencoder.VideoAutoencoder"
+        found[FIRST_STAGE] = {"target": target, "params": {"path": path, **kept}}, None
+        found[f"{FIRST_STAGE}.target"] = target, str(folder)
+        found[f"{FIRST_STAGE}.params.path"] = path, str(folder)
         # The factor belongs to the VAE: with another one, latents would not be of the trained scale.
         given, factor = model["scale_factor"], read_vae_config(folder / "vae").scaling_factor
         if factor is not None and factor != given:
