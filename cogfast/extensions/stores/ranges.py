@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import concurrent.futures
 import io
 import logging
@@ -27,6 +26,8 @@ _came: Counter[Any] = Counter()  # bytes that the requests of a file system have
 def waited(url: str, fs: Any, request: Coroutine, came: Sized = ()) -> Any:
     """Run a request in the thread of its file system. TimeoutError if `came`, what it has read, does not grow, nor
     what those beside it read, whose connection it may have to wait for, or if that lasts ten times as long."""
+    import asyncio  # here: help needs none of its 29 modules
+
     future = asyncio.run_coroutine_threadsafe(request, fs.loop)
     silence, waiting, size, beside = 0.0, 0.0, 0, _came[fs]
     try:
