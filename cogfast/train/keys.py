@@ -43,8 +43,6 @@ class RunKeys(Keys):
     """folder in which run folders are created, or its address, such as s3://bucket/runs; null: runs"""
     run_folder: str | None = None
     """the run folder itself, or its address, in place of one with a date below args.save"""
-    greeting: str | None = None
-    """a key that no code reads: what it takes to add one"""
     folder_layout: FolderLayout = "cogfast"
     """names in the run folder; finetune: those of CogVideo's diffusers trainer (checkpoint-N, logs,
     validation_res)"""
