@@ -125,8 +125,7 @@ def _show(config: Config, check: Callable[[Run], None]) -> None:
 
     if not is_first_rank():
         return
-    complete = lambda *given: with_urls(with_defaults(*given))
-    sys.stdout.write(config.describe(complete))
+    sys.stdout.write(config.describe(with_defaults))
     # The check would ask a store, and write there to see whether it may.
     if address := re.search(r"\w+://[^\s'\"]+", str(with_urls(to_dicts(config)))):
         sys.stderr.write(f"cogfast: the run is not checked, since it has {printable(address[0])}\n")

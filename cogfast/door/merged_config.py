@@ -14,6 +14,7 @@ from cogfast.config.yaml_files import to_dict
 from cogfast.core.addresses import hint, shown
 from cogfast.core.keys import SECTIONS, Settings, find_origin, with_origins
 from cogfast.core.values import leaves, put
+from cogfast.extensions.stores.mirror import with_urls
 
 if TYPE_CHECKING:
     from cogfast.train.run.opened import Run
@@ -37,14 +38,15 @@ class Config:
 
     def to_yaml(self) -> str:
         """Return all sections as YAML; loading it gives the same values."""
-        return OmegaConf.to_yaml(to_dicts(self))
+        return OmegaConf.to_yaml(with_urls(to_dicts(self)))
 
     @property
     def run(self) -> Run:
         """The run that the sections describe, each in its type; classes of components are imported."""
         from cogfast.door.run import open_run
 
-        return open_run(to_dicts(self), self.origins, self.unused, self.allow_import)
+        with with_origins(self.origins):
+            return open_run(to_dicts(self), self.origins, self.unused, self.allow_import)
 
     def with_values(self, values: Settings) -> Config:
         """Return the configuration with {dotted key: (value, origin)}, which are not checked again.
@@ -78,7 +80,7 @@ class Config:
         rows: list[tuple[str, str]] = []
         for name, section in self.sections().items():
             rows.append((f"{name}:" if len(section) else f"{name}: {{}}", ""))
-            plain = complete(to_dict(section), name, whole.origins)
+            plain = with_urls(complete(to_dict(section), name, whole.origins))
             rows += [("  " + text, origin) for text, origin in whole._rows(plain, (name,))]
         width = min(72, max(len(text) for text, _ in rows))
         lines = [f"{text:<{width}}  # {origin}" if origin else text for text, origin in rows]

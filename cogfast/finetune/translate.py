@@ -12,16 +12,14 @@ import json
 import logging
 import os
 from collections.abc import Mapping
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from cogfast.config.sat_network import NETWORK_KEY, POSITION_KEY
-from cogfast.config.sat_unused import Same, rules
 from cogfast.config.yaml_files import read_yaml, to_dict
 from cogfast.core.files import read_limited
 from cogfast.core.keys import DEFAULT
-from cogfast.core.values import cut, nearest, show
+from cogfast.core.values import cut, nearest, select, show
 from cogfast.door.load import load_config
 from cogfast.door.merged_config import Config
 from cogfast.extensions.pipeline_folder.pipeline_folder import (
@@ -54,6 +52,15 @@ _BUCKET = {"lora": 50_000_000, "sft": 500_000_000}
 _MOST_BYTES = 2**19  # of a DeepSpeed file
 _LAUNCH = Path("accelerate launch")  # named in messages in place of a file
 _FIX = "give a DeepSpeed configuration in JSON or YAML"
+# Key of the file -> the option that sets the same
+_SAME = {
+    "train_micro_batch_size_per_gpu": "batch_size",
+    "gradient_accumulation_steps": "gradient_accumulation_steps",
+    "gradient_clipping": "max_grad_norm",
+    "optimizer.params.lr": "learning_rate",
+    "optimizer.params.eps": "epsilon",
+    "optimizer.params.weight_decay": "weight_decay",
+}
 _PREFIX = "ACCELERATE_"
 # Parallelism that cogfast does not have, since DeepSpeed's ZeRO shards
 _REFUSED = ("USE_FSDP", "USE_MEGATRON_LM", "USE_PARALLELISM_CONFIG")
@@ -69,7 +76,7 @@ def translate(args: Args) -> Config:
         )
     settings |= _settings(args)
     # The file of --deepspeed_config comes last: it replaces the zero_optimization that is set here.
-    settings |= deepspeed_settings(args, settings)
+    settings |= deepspeed_settings(args)
     return load_config([base], args.overrides, settings=settings).filled(fill_from_pipeline)
 
 
@@ -266,8 +273,8 @@ def read_launch(
         return Path(given["DEEPSPEED_CONFIG_FILE"]), {}, asked
     if not _is_true(given.get("USE_DEEPSPEED", "")):
         return None, {}, asked
-    # 2 is accelerate's default stage.
-    zero: dict[str, Any] = {"stage": _number(given.get("DEEPSPEED_ZERO_STAGE", "2"))}
+    stage = _number(given, "DEEPSPEED_ZERO_STAGE", int)
+    zero: dict[str, Any] = {"stage": 2 if stage is None else stage}  # accelerate's default
     for part in ("optimizer", "param"):
         name = f"DEEPSPEED_OFFLOAD_{part.upper()}"
         if f"{name}_DEVICE" in given:
@@ -275,29 +282,36 @@ def read_launch(
             if f"{name}_NVME_PATH" in given:
                 zero[f"offload_{part}"]["nvme_path"] = given[f"{name}_NVME_PATH"]
     section: dict[str, Any] = {"zero_optimization": zero}
-    for key in ("gradient_accumulation_steps", "gradient_clipping"):
-        if key.upper() in given:
-            section[key] = _number(given[key.upper()])
+    for key, kind in (("gradient_accumulation_steps", int), ("gradient_clipping", float)):
+        value = _number(given, key.upper(), kind)
+        section |= {} if value is None else {key: value}
     return None, section, asked
 
 
-def _number(text: str) -> Any:
-    """Return the number in a variable; other text, such as "auto", as it is."""
-    with suppress(ValueError):
-        return json.loads(text)
-    return text
+def _number(given: Mapping[str, str], name: str, kind: type[int] | type[float]) -> Any:
+    text = given.get(name, "auto")
+    if text == "auto":  # the trainer's option has the value
+        return None
+    try:
+        return kind(text)
+    except ValueError:
+        raise ValueError(
+            f"{_PREFIX}{name}={text} must be a number; change the file of accelerate launch "
+            "--config_file"
+        ) from None
 
 
 def _is_true(text: str) -> bool:
     return text.lower() in ("1", "true", "yes", "y", "t", "on")
 
 
-def deepspeed_settings(args: Args, others: Settings) -> Settings:
+def deepspeed_settings(args: Args) -> Settings:
     """Return {key of the deepspeed section: (value, the file)}.
 
-    Without a file, they come from the variables of `accelerate launch`; {} if there are none. others: what
-    options set. "auto" where an option has the value is left out. Raises ValueError where the file
-    contradicts an option: which of them wins would be a guess.
+    Without a file, they come from the variables of `accelerate launch`; {} if there are none.
+
+    "auto" where an option has the value is left out. Raises ValueError where the file contradicts
+    an option: which of them wins would be a guess.
     """
     given, section, precision = read_launch(os.environ)
     if precision not in (None, args.mixed_precision):
@@ -308,26 +322,34 @@ def deepspeed_settings(args: Args, others: Settings) -> Settings:
     file = file or _LAUNCH
     if section.pop("scheduler", None) is not None:
         logger.info("%s: its scheduler is not used; --lr_scheduler sets the learning rate", file)
-    # Key by key: a whole mapping would replace what options have set in it.
-    for name in ("optimizer", "optimizer.params", "bf16", "fp16"):
-        part = section.pop(name, None)
-        if isinstance(part, dict):
-            section |= {f"{name}.{key}": value for key, value in part.items()}
-        elif part is not None:
-            section[name] = part  # refused by the check of the key
-    kind = section.get("optimizer.type", args.optimizer)
-    if str(kind).lower() != args.optimizer.lower():
+    for key, name in _SAME.items():
+        found = select(section, key)
+        if found not in (None, "auto", getattr(args, name)):
+            _refuse(args, name, file, key, found)
+    optimizer = _mapping(file, section.pop("optimizer", None), "optimizer")
+    params = _mapping(file, optimizer.get("params"), "optimizer.params")
+    kind = str(optimizer.get("type", args.optimizer))
+    if kind.lower() != args.optimizer.lower():
         _refuse(args, "optimizer", file, "optimizer.type", kind)
-    section = {key: value for key, value in section.items() if value != "auto"}
-    moves = rules(Same, "deepspeed")
+    # Two options for one key, so _SAME cannot list it.
+    betas = params.get("betas")
+    if betas not in (None, "auto", [args.beta1, args.beta2]):
+        _refuse(args, "beta1", file, "optimizer.params.betas", betas)
+    # Both sections must agree with the one option: a file may switch on one and leave out the other.
+    for name in ("bf16", "fp16"):
+        is_on = select(section, f"{name}.enabled")
+        if isinstance(is_on, bool) and is_on != (args.mixed_precision == name):
+            _refuse(args, "mixed_precision", file, f"{name}.enabled", is_on)
+    settings = {f"deepspeed.optimizer.params.{key}": value for key, value in params.items()}
+    if "type" in optimizer:
+        settings["deepspeed.optimizer.type"] = kind
     for key, value in section.items():
-        own = f"deepspeed.{key}"
-        here = moves[own].key if own in moves and moves[own].key in others else own
-        wanted, origin = others.get(here, (None, ""))
-        option = origin.removeprefix("--")
-        if option not in (origin, "optimizer") and value not in (None, wanted):
-            _refuse(args, option, file, key, value)
-    return {f"deepspeed.{key}": (value, file.name) for key, value in section.items()}
+        # Key by key: the whole section would replace what --mixed_precision has set in it.
+        if isinstance(value, dict) and key in ("bf16", "fp16"):
+            settings |= {f"deepspeed.{key}.{name}": inner for name, inner in value.items()}
+        else:
+            settings[f"deepspeed.{key}"] = value
+    return {key: (value, file.name) for key, value in settings.items() if value != "auto"}
 
 
 def _read(file: Path) -> dict[str, Any]:
@@ -338,9 +360,13 @@ def _read(file: Path) -> dict[str, Any]:
         found = json.loads(text)
     except (ValueError, RecursionError):
         return to_dict(read_yaml(file, str(file), is_plain=True))
-    if not isinstance(found, dict):
-        raise ValueError(f"{file}: the file={show(found)} must be a mapping; correct it")
-    return found
+    return _mapping(file, found, "the file")
+
+
+def _mapping(file: Path, found: object, key: str) -> dict[str, Any]:
+    if not isinstance(found, Mapping | None):
+        raise ValueError(f"{file}: {key}={show(found)} must be a mapping; correct it")
+    return dict(found or {})
 
 
 def _refuse(args: Args, option: str, file: Path | str, key: str, value: object) -> None:

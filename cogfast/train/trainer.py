@@ -54,7 +54,8 @@ class Trainer:
 
     def __init__(self, config: Opens, overrides: EncodeOverrides = NO_OVERRIDES) -> None:
         parts = self.parts = assemble(config.run, overrides, self._kind or type(self))
-        self.config, self.args, self.groups = config, parts.args, parts.groups
+        self.config, self.args = config.with_values(parts.run.decided), parts.args
+        self.groups = parts.groups
         self.diffusion, self.encoder, self.engine = parts.diffusion, parts.encoder, parts.engine
         self.datasets, self.order, self.folder = parts.datasets, parts.order, parts.folder
         self.learning_rate, self.num_steps = parts.learning_rate, parts.num_steps

@@ -12,7 +12,7 @@ from cogfast.__main__ import main
 from cogfast.config.yaml_files import to_dict
 from cogfast.core.keys import find_origin
 from cogfast.finetune.schemas import Args
-from cogfast.finetune.translate import _settings, deepspeed_settings, read_launch, translate
+from cogfast.finetune.translate import deepspeed_settings, read_launch, translate
 from tests.finetune.conftest import words
 from tests.support.refusals import Refusal, assert_line, assert_refused, refusals
 
@@ -78,6 +78,15 @@ def test_a_world_that_does_not_fit_the_file_is_refused(options, tmp_path, capsys
     assert_line(capsys.readouterr().err.splitlines()[-1], line)  # behind a log line
 
 
+def test_what_a_file_says_beside_the_options_is_accepted(options, tmp_path: Path) -> None:
+    """legacy_fusion is DeepSpeed's own key, and beta3 is the file's to say."""
+    file = tmp_path / "more.json"
+    section = {"type": "prodigy", "params": {"beta3": 0.9}, "legacy_fusion": False}
+    file.write_text(json.dumps({"optimizer": section}))
+    config = translate(Args(**options(deepspeed_config=file, optimizer="prodigy")))
+    assert config.deepspeed.optimizer.params.beta3 == 0.9
+
+
 # --- accelerate launch ---
 
 # distributed_type DEEPSPEED with deepspeed_config_file: as CogVideo's accelerate_config.yaml
@@ -124,26 +133,27 @@ def test_launches() -> None:
         "ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_NVME_PATH": "/nvme",
     }
     zero = {"stage": 3, "offload_param": {"device": "nvme", "nvme_path": "/nvme"}}
-    section = {"zero_optimization": zero, "gradient_accumulation_steps": "auto"}
-    assert read_launch(nvme) == (None, section, None)
-
-
-GIVEN = {"mixed_precision": "bf16", "gradient_accumulation_steps": 4, "max_grad_norm": 0.5}
+    assert read_launch(nvme) == (None, {"zero_optimization": zero}, None)
 
 
 @refusals(TABLE, "a launch")
-def test_launches_that_cannot_be_followed(options, monkeypatch, refusal: Refusal) -> None:
+def test_launches_that_cannot_be_followed(refusal: Refusal) -> None:
     changes = dict(f"ACCELERATE_{word}".split("=") for word in refusal.words)
-    for name, value in (DESCRIBED | changes).items():
-        monkeypatch.setenv(name, value)
-    assert_refused(lambda: translate(Args(**options(**GIVEN))), refusal.line)
+    assert_refused(lambda: read_launch(DESCRIBED | changes), refusal.line)
 
 
 def test_the_command_follows_the_launch(options, monkeypatch: pytest.MonkeyPatch) -> None:
-    """ZeRO that accelerate's file describes becomes the deepspeed section."""
-    args = Args(**options(**GIVEN))
-    assert deepspeed_settings(args, _settings(args)) == {}
+    """ZeRO that accelerate's file describes becomes the deepspeed section; contradictions are named."""
+    given = {"mixed_precision": "bf16", "gradient_accumulation_steps": 4, "max_grad_norm": 0.5}
+    build = lambda **changes: Args(**options(**(given | changes)))
+    assert deepspeed_settings(build()) == {}
     for name, value in DESCRIBED.items():
         monkeypatch.setenv(name, value)
     expected = {f"deepspeed.{k}": (v, "accelerate launch") for k, v in SECTION.items()}
-    assert deepspeed_settings(args, _settings(args)) == expected
+    assert deepspeed_settings(build()) == expected
+    line = "--mixed_precision no, but accelerate launch --config_file has mixed_precision='bf16'; change"
+    assert_refused(lambda: deepspeed_settings(build(mixed_precision="no")), line)
+    line = (
+        "--max_grad_norm 1.0, but accelerate launch has gradient_clipping=0.5; change one of them"
+    )
+    assert_refused(lambda: deepspeed_settings(build(max_grad_norm=1.0)), line)

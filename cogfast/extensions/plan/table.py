@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
-from cogfast.core.keys import with_origins
+from cogfast.core.keys import names_origins, with_origins
 from cogfast.extensions.plan.gpus import GPUS
 from cogfast.extensions.plan.memory import GIB, MemoryPlan, plan_memory, rules_of, setup_of
 from cogfast.extensions.plan.seconds import GPUS_PER_MACHINE, StepTime, predict_step
@@ -44,6 +44,7 @@ class Layout:
         return step.matmul, step.attention, step.memory_bound, waits
 
 
+@names_origins
 def find_layouts(
     run: Run, gpu: str | None, worlds: Iterable[int] = WORLDS
 ) -> dict[int, list[Layout] | str]:

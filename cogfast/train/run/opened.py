@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from copy import deepcopy
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Protocol
 
 from cogfast.core.component import Component
+from cogfast.core.keys import Settings
 from cogfast.core.values import put
 from cogfast.model.config import TransformerConfig
 from cogfast.model.keys import ModelKeys
@@ -35,6 +36,7 @@ class Run:
     origins: Mapping[str, str]  # dotted key of a value -> file name, "command line" or "default"
     unused: Mapping[str, str]  # accepted key without effect -> reason
     allow_import: tuple[str, ...]  # packages whose classes a target may name
+    decided: Settings = field(default_factory=dict)  # what with_values has changed
 
     @cached_property
     def network(self) -> Network:
@@ -77,6 +79,7 @@ class Run:
             args=args,
             sections=sections,
             origins={**self.origins, **dict.fromkeys(values, origin)},
+            decided={**self.decided, **{key: (value, origin) for key, value in values.items()}},
             frozen=frozen,
             data=data,
             data_arguments=self.data_arguments if data is None else data.arguments,
@@ -88,3 +91,5 @@ class Opens(Protocol):
 
     @property
     def run(self) -> Run: ...
+
+    def with_values(self, values: Settings) -> Opens: ...
