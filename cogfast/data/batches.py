@@ -22,7 +22,6 @@ from cogfast.data.bad_samples import BadSample, BadSampleLog
 from cogfast.data.datasets import CaptionedVideos, SizedDataset
 from cogfast.data.global_order import GlobalOrder
 from cogfast.data.workers import Reads, read_ahead
-from cogfast.extensions.cache.entries import CachedVideos
 from cogfast.extensions.dali.dali import dali_of_this_process
 
 Batch = dict[str, Any]
@@ -73,9 +72,10 @@ class BatchLoader(Iterator[Batch], AbstractContextManager["BatchLoader"]):
         self.num_padded = 0  # clips delivered so far whose last frame was repeated
         self._tried = bytearray(len(dataset))  # 1 for each sample that this rank has tried
         self._bad: set[str] = set()  # the bad ones of these
-        is_cached, dali = isinstance(dataset, CachedVideos), None
-        if isinstance(dataset, CaptionedVideos) and not is_cached:
-            dali = dali_of_this_process(dataset.settings.video_backend)
+        is_cached, dali = False, None
+        if isinstance(dataset, CaptionedVideos):
+            is_cached = dataset.is_cached
+            dali = None if is_cached else dali_of_this_process(dataset.settings.video_backend)
         self._reads = _MicroBatches(dataset, order, timeout)
         steps = itertools.islice(itertools.count(start_step), num_steps)
         self._batches = read_ahead(

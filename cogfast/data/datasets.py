@@ -82,6 +82,8 @@ class CaptionedVideos(Dataset):
     source_sizes: number of samples per source; `clips` lists the sources one after the other.
     """
 
+    is_cached = False  # whether samples are read as latents, and no video is decoded
+
     def __init__(
         self, clips: ClipList, settings: ClipSettings, source_sizes: Sequence[int] = ()
     ) -> None:

@@ -37,7 +37,6 @@ from cogfast.extensions.prodigy_muon.optimizers import ShardedOptimizer
 from cogfast.kernels import torch_library
 from cogfast.kernels.fused_ema_adam import FusedEmaAdam
 from cogfast.model.transformer import DiffusionTransformer
-from cogfast.model.weights.shard import Shard
 
 logger = logging.getLogger(__name__)
 
@@ -61,19 +60,6 @@ class Slice:
     numel: int
     part: int
     offset: int
-
-
-def shard_of(parameter: Tensor) -> Shard | None:
-    """Return this rank's shard of a parameter; None if it is not sharded (set by `parallelize`)."""
-    return getattr(parameter, "shard", None)
-
-
-def whole_shape(parameter: Tensor) -> list[int]:
-    """Return a parameter's shape before sharding by tensor parallelism or ZeRO-3; [1] for a single number."""
-    shard = shard_of(parameter)
-    if shard is not None:
-        return list(shard.shape)
-    return list(getattr(parameter, "ds_shape", parameter.shape)) or [1]
 
 
 def stage_and_sums(section: Mapping, args: EngineKeys) -> tuple[int, str | None]:

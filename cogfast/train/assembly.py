@@ -5,15 +5,16 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import logging
+import math
 import re
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.data import Subset
 
 from cogfast.core.component import Component
@@ -34,6 +35,7 @@ from cogfast.distributed.tensor_parallel import ParallelGroup
 from cogfast.extensions.conditions.given_frames import GivenFrames
 from cogfast.extensions.formats.image_scale import scale_of
 from cogfast.extensions.memory.host_blocks import allocate_base, hold_base
+from cogfast.extensions.memory.quantized_base import holds_base
 from cogfast.extensions.stores.mirror import url_of
 from cogfast.model.autoencoder import FirstStage
 from cogfast.model.initialization import initialize
@@ -41,9 +43,12 @@ from cogfast.model.keys import ModelKeys
 from cogfast.model.lora import is_lora_parameter
 from cogfast.model.transformer import DiffusionTransformer, Network
 from cogfast.model.weights.load import LoadReport, load_adapters, load_transformer
-from cogfast.train.encode import Encoder
+from cogfast.model.weights.shard import whole_shape
 from cogfast.train.frozen_encoders import NO_OVERRIDES, EncodeOverrides, FrozenParts
 from cogfast.train.keys import TrainKeys
+
+if TYPE_CHECKING:
+    from cogfast.train.encode import Encoder
 
 logger = logging.getLogger(__name__)
 
@@ -91,6 +96,22 @@ def build_on_meta(
         parallelize(transformer, tensor, args.sequence_parallel)
     hold_base(transformer, args.quantize_base, args.offload_blocks)
     return transformer
+
+
+def frozen_to_keep(transformer: DiffusionTransformer) -> dict[str, nn.Parameter]:
+    """Return the frozen parameters if they are the smaller part, else those that a user's network adds.
+
+    The decision is the same for every parallel layout.
+    """
+    parameters = dict(transformer.named_parameters())
+    frozen = {n: p for n, p in parameters.items() if not p.requires_grad}
+    # LoRA's base is left out, since it is in args.load; a few frozen tables are kept.
+    if holds_base(transformer):
+        return {}
+    num_frozen = sum(math.prod(whole_shape(p)) for p in frozen.values())
+    num_trained = sum(math.prod(whole_shape(p)) for p in parameters.values()) - num_frozen
+    added = {n: p for n, p in frozen.items() if n in transformer.added}  # no args.load has them
+    return frozen if num_frozen < num_trained else added
 
 
 def assemble_transformer(
@@ -185,6 +206,8 @@ def assemble_encoder(
     overrides: EncodeOverrides = NO_OVERRIDES,
     tensors: Iterable[str] = (),
 ) -> Encoder:
+    from cogfast.train.encode import Encoder  # which --dry-run does not need
+
     device, dtype = groups.device, DTYPES[args.precision]
 
     # Returns a FirstStage, a TextEncoder or None.

@@ -14,7 +14,6 @@ from torch import nn
 from cogfast.config.components import OWN_OPTIMIZERS, instantiate, own_optimizer
 from cogfast.config.yaml_files import to_dict
 from cogfast.distributed.parallelize import find_shards
-from cogfast.extensions.memory.host_ema import HostEma
 from cogfast.kernels.block_kernels import KernelChoice
 from cogfast.kernels.fused_ema_adam import FusedEmaAdam
 from cogfast.train.keys import TrainKeys
@@ -135,7 +134,10 @@ def build_optimizer(
     if isinstance(optimizer, FusedEmaAdam):
         optimizer.kernels = kernels
         optimizer.has_8bit_moments = moments == "8bit"
-        optimizer.other_ema = HostEma(kernels) if ema_device == "cpu" else None
+        if ema_device == "cpu":
+            from cogfast.extensions.memory.host_ema import HostEma
+
+            optimizer.other_ema = HostEma(kernels)
     return optimizer
 
 

@@ -264,6 +264,8 @@ class CachedVideos(CaptionedVideos):
     samples' videos, by the names of `CaptionedVideos.encoded`.
     """
 
+    is_cached = True
+
     def __init__(
         self,
         videos: CaptionedVideos,

@@ -28,7 +28,7 @@ from cogfast.model.weights.diffusers import write_diffusers
 from cogfast.model.weights.identify import check_complete, identify
 from cogfast.model.weights.run_checkpoint import open_run
 from cogfast.model.weights.tensor_files import write_safetensors
-from cogfast.train.checkpoint.write import frozen_to_keep
+from cogfast.train.assembly import frozen_to_keep
 
 logger = logging.getLogger(__name__)
 

@@ -17,12 +17,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from cogfast.distributed.zero_engine import whole_shape
 from cogfast.extensions.memory.offloaded_activations import NUM_RESIDENT
 from cogfast.extensions.plan.gpus import Gpu
 from cogfast.extensions.plan.memory import MemoryPlan, Setup
 from cogfast.extensions.plan.trace import Work, train_flops
 from cogfast.extensions.prodigy_muon.optimizers import NUM_ITERATIONS
+from cogfast.model.weights.shard import whole_shape
 from cogfast.train.optimizer import muon_matrices
 
 _LINK_BETWEEN = 45e9  # bytes/s of a GPU to other machines: a 400 Gbit/s card for each, at 90%

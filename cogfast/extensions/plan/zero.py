@@ -11,11 +11,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from cogfast.distributed.fused_step import order_by_blocks
-from cogfast.distributed.zero_engine import whole_shape
 from cogfast.extensions.memory.host_blocks import HostBlocks
 from cogfast.extensions.memory.host_ema import DEVICE_BYTES
 from cogfast.extensions.memory.moment_codes import num_blocks
 from cogfast.model.transformer import DiffusionTransformer
+from cogfast.model.weights.shard import whole_shape
 from cogfast.train.optimizer import muon_matrices, parameter_groups
 
 _FLOAT32 = 4

@@ -45,6 +45,19 @@ class Shard:
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces, self.dim)
 
 
+def shard_of(parameter: Tensor) -> Shard | None:
+    """Return this rank's shard of a parameter; None if it is not sharded (set by `parallelize`)."""
+    return getattr(parameter, "shard", None)
+
+
+def whole_shape(parameter: Tensor) -> list[int]:
+    """Return a parameter's shape before sharding by tensor parallelism or ZeRO-3; [1] for a single number."""
+    shard = shard_of(parameter)
+    if shard is not None:
+        return list(shard.shape)
+    return list(getattr(parameter, "ds_shape", parameter.shape)) or [1]
+
+
 def join(shares: Sequence[Tensor], dim: int, num_parts: int) -> Tensor:
     """Return the whole parameter from all its shards in order: the inverse of Shard.of."""
     if len(shares) == 1:

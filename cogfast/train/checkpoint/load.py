@@ -27,10 +27,11 @@ import cogfast.extensions.stores.mirror as mirror
 import cogfast.extensions.stores.store as store
 from cogfast.core.files import DamageError
 from cogfast.distributed.process_groups import ProcessGroups
-from cogfast.distributed.zero_engine import ZeroEngine, shard_of, whole_shape
+from cogfast.distributed.zero_engine import ZeroEngine
 from cogfast.kernels.fused_ema_adam import FusedEmaAdam
 from cogfast.model.weights.checkpoint_manifest import fetch, refusal, verify_files
 from cogfast.model.weights.run_checkpoint import RunFiles
+from cogfast.model.weights.shard import shard_of, whole_shape
 
 _DOWNLOADS = 4  # files at once
 

@@ -27,19 +27,17 @@ from pathlib import Path
 from threading import Thread
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 import cogfast.extensions.stores.store as store
 from cogfast.core.files import WriteError, is_disk_full, read_limited, sync, write_text
 from cogfast.distributed.lost_ranks import is_of_another_rank
 from cogfast.distributed.process_groups import OtherRankError, ProcessGroups
-from cogfast.distributed.zero_engine import Slice, ZeroEngine, shard_of, whole_shape
+from cogfast.distributed.zero_engine import Slice, ZeroEngine
 from cogfast.extensions.memory.host_memory import host_buffer
 from cogfast.extensions.memory.moment_codes import largest_key, read_moment
-from cogfast.extensions.memory.quantized_base import holds_base
 from cogfast.extensions.stores.mirror import is_of_rank, name_of, url_of
 from cogfast.extensions.stores.store import StoreError
-from cogfast.model.transformer import DiffusionTransformer
 from cogfast.model.weights.checkpoint_manifest import (
     FORMAT,
     check_files,
@@ -50,7 +48,9 @@ from cogfast.model.weights.checkpoint_manifest import (
     step_of,
     write_manifest,
 )
+from cogfast.model.weights.shard import shard_of, whole_shape
 from cogfast.model.weights.tensor_files import Outgoing, write_safetensors
+from cogfast.train.assembly import frozen_to_keep
 from cogfast.train.keys import FolderLayout
 from cogfast.train.run.own_classes import Classes
 
@@ -474,23 +474,7 @@ class _Snapshot:
         return {piece.parameter: of_part[piece.part] for piece in self.engine.slices}
 
 
-def frozen_to_keep(transformer: DiffusionTransformer) -> dict[str, nn.Parameter]:
-    """Return the frozen parameters if they are the smaller part, else those that a user's network adds.
-
-    The decision is the same for every parallel layout.
-    """
-    parameters = dict(transformer.named_parameters())
-    frozen = {n: p for n, p in parameters.items() if not p.requires_grad}
-    # LoRA's base is left out, since it is in args.load; a few frozen tables are kept.
-    if holds_base(transformer):
-        return {}
-    num_frozen = sum(math.prod(whole_shape(p)) for p in frozen.values())
-    num_trained = sum(math.prod(whole_shape(p)) for p in parameters.values()) - num_frozen
-    added = {n: p for n, p in frozen.items() if n in transformer.added}  # no args.load has them
-    return frozen if num_frozen < num_trained else added
-
-
-def _about(parameter: nn.Parameter) -> dict[str, object]:
+def _about(parameter: Tensor) -> dict[str, object]:
     """Return a parameter's entry in the manifest; `cut` is [dim, num_parts] of its shards."""
     about = {"shape": whole_shape(parameter), "dtype": str(parameter.dtype).removeprefix("torch.")}
     shard = shard_of(parameter)

@@ -46,8 +46,7 @@ from cogfast.model.weights.diffusers import diffusers_config, find_diffusers_fol
 from cogfast.model.weights.identify import identify
 from cogfast.model.weights.load import check_depth_and_width, check_family, fitted
 from cogfast.model.weights.open import open_source
-from cogfast.train.assembly import build_on_meta, video_data
-from cogfast.train.checkpoint.write import frozen_to_keep
+from cogfast.train.assembly import build_on_meta, frozen_to_keep, video_data
 from cogfast.train.frozen_encoders import FrozenParts
 from cogfast.train.keys import TrainKeys
 from cogfast.train.preflight.attention_choice import check_attention
