@@ -31,7 +31,8 @@ from cogfast.extensions.elastic.elastic import fall_back, follow_world
 from cogfast.extensions.exports.export import Exporter
 from cogfast.extensions.formats.convert import OTHERS_RUN_DENSE
 from cogfast.extensions.page.page import write_facts
-from cogfast.extensions.plan.ladder import FIT, apply_checkpointing, changed_setup, fit_to_device
+from cogfast.extensions.plan.ladder import apply_checkpointing, fit_to_device
+from cogfast.extensions.plan.memory import FIT, setup_of
 from cogfast.extensions.plan.out_of_memory import MemoryWatch
 from cogfast.extensions.publish.publish import warn_of_missing_token
 from cogfast.extensions.sample.evaluate import Evaluator
@@ -117,7 +118,7 @@ def start(run: Run) -> tuple[Run, ProcessGroups]:
         args.model_parallel_size, args.context_parallel_size, args.collective_timeout, launch
     )
     groups.check_same(leaves(plain_sections(run.sections)))
-    change = partial(changed_setup, run)
+    change = partial(setup_of, run)
     if args.fit == "auto" and (values := fit_to_device(change, groups)):
         run = run.with_values(values, FIT)
         check_train(run)
@@ -228,7 +229,7 @@ class Parts:
         state = args.optimizer_moments, args.ema_device, args.lr
         optimizer = build_optimizer(section, made, args.kernels, run.allow_import, *state)
         # Before ZeRO-3 divides the parameters.
-        change = partial(changed_setup, replace(run, args=args))
+        change = partial(setup_of, replace(run, args=args))
         memory = MemoryWatch(change, groups, self.how_to_resume)
         memory.attention = backend
         mpu = None if groups.tensor is None else ModelParallelUnit(groups)

@@ -21,24 +21,22 @@ from cogfast.extensions.memory.keys import MemoryKeys
 from cogfast.extensions.memory.offloaded_activations import OffloadedActivations
 from cogfast.extensions.memory.quantized_base import base_linears
 from cogfast.extensions.plan.memory import (
+    FIT,
     GIB,
     MARGIN,
     MemoryPlan,
     Setup,
     choose_policies,
     plan_memory,
-    setup_of,
     usable,
 )
 from cogfast.extensions.plan.trace import Traces
 from cogfast.model.transformer import DiffusionTransformer
 from cogfast.train.activation_checkpointing import LADDER, Policy, apply_policies, describe
 from cogfast.train.keys import TrainKeys
-from cogfast.train.run.opened import Run
 
 logger = logging.getLogger(__name__)
 
-FIT = "args.fit=auto"
 _MOST_GPUS = 64
 # These keys round numbers of the run.
 _ROUNDING = ("args.optimizer_moments=", "args.quantize_base=")
@@ -69,15 +67,7 @@ class Fitted:
         return f"{' '.join(self.changes)}: {peak}"
 
 
-# Returns the setup of a run with other values, on a number of ranks; traces: those of the same layout.
-Change = Callable[[Mapping[str, Any], int, Traces | None], Setup]
-
-
-def changed_setup(
-    run: Run, values: Mapping[str, Any], world_size: int, traces: Traces | None = None
-) -> Setup:
-    """The Change of a run."""
-    return setup_of(run.with_values(values, FIT), world_size, traces)
+Change = Callable[[int, Traces | None, Mapping[str, Any]], Setup]  # setup_of, of one run
 
 
 def climb(plan: MemoryPlan, change: Change, has_gpus: bool = False) -> Fitted:
@@ -120,7 +110,7 @@ def _with(
     traced = lambda fitted: {k: v for k, v in fitted.values.items() if k in _TRACED}
     alike = [each.plan.setup.traces for each in (before, start) if traced(each) == traced(made)]
     number = gpus[-1] if gpus else start.plan.setup.world_size
-    setup = change(made.values, number, alike[0] if alike else None)
+    setup = change(number, alike[0] if alike else None, made.values)
     return Fitted(made.steps, plan_memory(setup, start.plan.card))
 
 
@@ -171,7 +161,7 @@ def fit_to_device(change: Change, groups: ProcessGroups) -> dict[str, Any]:
     free, total = free_memory(groups.device)
     # Memory that other programs hold counts like a smaller card.
     card = min(groups.gather(int(min(total, free / (1 - MARGIN)))))
-    plan = plan_memory(change({}, groups.world_size, None), card)
+    plan = plan_memory(change(groups.world_size, None, {}), card)
     found = climb(plan, change)
     if not found.plan.fits:
         text = f"{FIT}: the run takes {plan.peak / GIB:.1f} GiB of {card / GIB:.1f}, and still {found.describe()}; "

@@ -45,6 +45,7 @@ from cogfast.train.optimizer import build_optimizer
 from cogfast.train.run.opened import Run
 from cogfast.train.video_size import LatentSize, batch_sizes, largest_size
 
+FIT = "args.fit=auto"
 GIB = 2**30
 MARGIN = 0.04  # fraction of the device's memory left free for the allocator's fragmentation
 _WORKSPACE = 2**26  # of cuBLAS and cuDNN, and small tensors that last
@@ -284,9 +285,14 @@ def _phases(setup: Setup, policies: Sequence[Policy], card: int | None) -> list[
     return phases
 
 
-def setup_of(run: Run, world_size: int, traces: Traces | None = None) -> Setup:
-    """Collect what decides the memory of a run on `world_size` ranks. traces: of the same layout, if there
-    are some."""
+def setup_of(
+    run: Run, world_size: int, traces: Traces | None = None, values: Mapping[str, Any] = {}
+) -> Setup:
+    """Collect what decides the memory of a run on `world_size` ranks.
+
+    traces: of the same layout, if there are some. values: that the run has in place of its own, by key.
+    """
+    run = run.with_values(values, FIT)
     args = run.args
     tensor, context = args.model_parallel_size, args.context_parallel_size
     if traces is None:

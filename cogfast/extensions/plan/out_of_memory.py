@@ -53,7 +53,7 @@ class MemoryWatch(Watcher):
 
     @cached_property
     def setup(self) -> Setup | None:
-        return self._predicted(lambda: self.change({}, self.groups.world_size, None))
+        return self._predicted(lambda: self.change(self.groups.world_size, None, {}))
 
     def plan(self) -> MemoryPlan | None:
         """Return the plan for this device; None if the run cannot be predicted."""

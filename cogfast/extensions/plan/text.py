@@ -14,8 +14,8 @@ from cogfast.distributed.parallelize import run_without_dynamo
 from cogfast.extensions.conditions.check import check_conditions
 from cogfast.extensions.memory.quantized_base import base_linears
 from cogfast.extensions.plan.gpus import INSTALL_FLASH_ATTENTION, Gpu, gpu_of, parse_gpu
-from cogfast.extensions.plan.ladder import FIT, changed_setup, climb, fit_lines
-from cogfast.extensions.plan.memory import GIB, MemoryPlan, plan_memory, setup_of, usable
+from cogfast.extensions.plan.ladder import climb, fit_lines
+from cogfast.extensions.plan.memory import FIT, GIB, MemoryPlan, plan_memory, setup_of, usable
 from cogfast.extensions.plan.seconds import predict_step
 from cogfast.extensions.sparse.check import check_sparse, follow_weights
 from cogfast.kernels.attention_backends import BACKENDS, backends_that_run
@@ -45,9 +45,9 @@ def describe_plan(run: Run, gpu: str | None = None, num_gpus: int | None = None)
     check_sparse(args, model.config, data, is_training=args.mode != "inference")
     if args.mode != "inference":
         check_global_batch(args, run.deepspeed, world_size)
-    plan = plan_memory(setup_of(run, world_size), memory)
+    change = partial(setup_of, run)
+    plan = plan_memory(change(world_size), memory)
     changes: list[str] = []
-    change = partial(changed_setup, run)
     if args.fit == "auto" and memory is not None:
         found = climb(plan, change)
         if found.plan.fits:

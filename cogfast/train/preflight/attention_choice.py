@@ -166,14 +166,15 @@ def fastest_here(shape: Shape, device: torch.device, dtype: torch.dtype) -> str:
     # A backend's package is checked last: dtype, width and GPU are right.
     of_packages = [str(row) for row in rows if BACKENDS[row.name].module is not None]
     if all("does not import" in text for text in of_packages):
-        from cogfast.extensions.plan import gpus
-
-        cost, text = (
-            gpus.cost_without_flash_attention(gpus.gpu_of(device)),
-            "flash-attn 3 and 4 are missing",
+        from cogfast.extensions.plan.gpus import (
+            INSTALL_FLASH_ATTENTION,
+            cost_without_flash_attention,
+            gpu_of,
         )
-        if cost is not None:
-            logger.info("attention: %s; %s: %s", text, cost, gpus.INSTALL_FLASH_ATTENTION)
+
+        if cost := cost_without_flash_attention(gpu_of(device)):
+            text = "attention: flash-attn 3 and 4 are missing; %s: %s"
+            logger.info(text, cost, INSTALL_FLASH_ATTENTION)
     if device.type == "cuda":
         torch.cuda.empty_cache()  # sync: once, before training
     return name

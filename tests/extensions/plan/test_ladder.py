@@ -16,7 +16,7 @@ from cogfast.core.live_bytes import LiveBytes
 from cogfast.extensions.plan import ladder, out_of_memory
 from cogfast.extensions.plan.encoders import Encoders
 from cogfast.extensions.plan.gpus import parse_gpu
-from cogfast.extensions.plan.ladder import Fitted, apply_checkpointing, changed_setup, climb
+from cogfast.extensions.plan.ladder import Fitted, apply_checkpointing, climb
 from cogfast.extensions.plan.memory import (
     GIB,
     MARGIN,
@@ -54,8 +54,8 @@ def fitted(
     gib: float, *words: str, lora: bool = True, ranks: int = 1, gpus: bool = False
 ) -> Fitted:
     run = opened(*words, lora=lora)
-    plan = plan_memory(setup_of(run, ranks), int(gib * GIB))
-    return climb(plan, partial(changed_setup, run), has_gpus=gpus)
+    change = partial(setup_of, run)
+    return climb(plan_memory(change(ranks), int(gib * GIB)), change, has_gpus=gpus)
 
 
 def test_a_run_that_fits_is_not_changed() -> None:
