@@ -56,6 +56,8 @@ LOSS = "model.loss_fn_config"
 FIRST_STAGE = "model.first_stage_config"
 TEXT_ENCODERS = "model.conditioner_config.params.emb_models"
 OPTIMIZER = "deepspeed.optimizer"
+BF16, FP16 = "deepspeed.bf16.enabled", "deepspeed.fp16.enabled"
+DATA_SET, DATA_PARAMS = "data.target", "data.params"
 NETWORK_KEY = f"{NETWORK}.params"
 # Both names of the network take SAT's params.
 NETWORKS = "dit_video_concat.DiffusionTransformer", "cogfast.model.transformer.DiffusionTransformer"
@@ -127,8 +129,8 @@ LOSS_SCALING = ("loss_scale", "loss_scale_window", "hysteresis", "min_loss_scale
 KEYS: dict[str, Same | InPlaceOf | Only | Refused | Unused] = {
     "deepspeed.train_micro_batch_size_per_gpu": Same("args.batch_size"),
     "deepspeed.gradient_accumulation_steps": Same("args.gradient_accumulation_steps"),
-    "deepspeed.bf16.enabled": Same("args.bf16"),
-    "deepspeed.fp16.enabled": Same("args.fp16"),
+    BF16: Same("args.bf16"),
+    FP16: Same("args.fp16"),
     "deepspeed.zero_optimization.stage": Same("args.zero_stage"),
     "deepspeed.optimizer.params.lr": Same("args.lr"),
     "deepspeed.optimizer.params.weight_decay": Same("args.weight_decay"),

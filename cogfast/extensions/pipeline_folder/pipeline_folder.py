@@ -19,7 +19,7 @@ from typing import Annotated, Any, Literal, NotRequired
 import torch
 
 from cogfast.config.sat_network import NETWORK_KEY, POSITION_KEY, NetworkParams
-from cogfast.config.sat_unused import DENOISER, FIRST_STAGE, SAMPLER, TEXT_ENCODERS
+from cogfast.config.sat_unused import BF16, DENOISER, FIRST_STAGE, FP16, SAMPLER, TEXT_ENCODERS
 from cogfast.config.yaml_files import CONFIGS
 from cogfast.core.addresses import is_url
 from cogfast.core.component import is_none
@@ -29,7 +29,6 @@ from cogfast.core.shapes import SPATIAL_COMPRESSION
 from cogfast.core.values import KeyProblem, Problems, Range, nearest_folder, select
 from cogfast.data.keys import data_param
 from cogfast.diffusion.noise_schedule import ZeroSNRDDPMDiscretization
-from cogfast.distributed.keys import DeepSpeedKeys
 from cogfast.extensions.conditions.check import condition_values
 from cogfast.extensions.formats.image_scale import stock_scale
 from cogfast.extensions.formats.vae import read_vae_config
@@ -48,7 +47,6 @@ logger = logging.getLogger(__name__)
 PLACEHOLDER = re.compile(r"\{your [^}]*\}")
 _LOAD = WeightKeys.key("load")
 _SCALE = ModelKeys.key("scale_factor")
-_ENABLED = f"{DeepSpeedKeys.section}.%s.enabled"
 # Dotted keys of the model section where a noise schedule is configured.
 _SCHEDULES = (
     "denoiser_config.params.discretization_config",
@@ -288,8 +286,8 @@ def find_config(folder: Path) -> tuple[Path, dict[str, Any]]:
     values |= _network_values(model) | condition_values(folder, family)
     # A machine without a GPU runs fp16 weights in float32, which represents them exactly.
     has_gpu = torch.cuda.is_available()
-    values[_ENABLED % "fp16"] = source.main_dtype == torch.float16 and has_gpu
-    values[_ENABLED % "bf16"] = source.main_dtype == torch.bfloat16
+    values[FP16] = source.main_dtype == torch.float16 and has_gpu
+    values[BF16] = source.main_dtype == torch.bfloat16
     scheduler = _read_scheduler(folder)
     if scheduler is not None:
         where = f"{DENOISER}.params.discretization_config.params"

@@ -9,6 +9,7 @@ from typing import Any
 
 import cogfast.extensions.stores.store as store
 from cogfast.config.components import resolve
+from cogfast.config.sat_unused import DATA_PARAMS, DATA_SET
 from cogfast.core.keys import COMMAND_LINE, Settings
 from cogfast.core.values import KeyProblem
 from cogfast.data.sources.folders import VIDEO_ENDINGS, label_of, named, walk_files
@@ -19,8 +20,6 @@ from cogfast.train.keys import TrainKeys
 logger = logging.getLogger(__name__)
 
 _MODULE = "cogfast.data.datasets"
-_DATA = "data"
-_TARGET = f"{_DATA}.target"
 _LISTS = ("videos.txt", "prompts.txt")  # the defaults of VideoList
 
 
@@ -42,7 +41,7 @@ def infer_layout(
         if not reads_stores:
             return {}
         store.check_local_cache()
-    is_given = origins.get(_TARGET) == COMMAND_LINE
+    is_given = origins.get(DATA_SET) == COMMAND_LINE
     if is_given or target not in ("data_video.SFTDataset", f"{_MODULE}.VideoFolder"):
         return {}
     # A source without a layout is refused later, with the reason.
@@ -69,7 +68,7 @@ def infer_layout(
     # With the defaults of SAT's class.
     params, found = dict(resolve(sections["data"])[1]), f"{_MODULE}.{fits[0]}"
     logger.info("data.target=%s, the layout of %s, in place of %s", found, named(sources), target)
-    return {_TARGET: (found, key), f"{_DATA}.params": (params, None)}
+    return {DATA_SET: (found, key), DATA_PARAMS: (params, None)}
 
 
 def _layouts_of(source: str) -> list[str]:
