@@ -112,6 +112,19 @@ def _load(request: Request, is_of_run: bool = False) -> Config:
         gc.enable()
 
 
+def _filled(config: Config, request: Request, is_of_run: bool, has_data: bool = True) -> Config:
+    """Check the ranks, and fill in what the folders of the data and the model say; a dry run reaches no network."""
+    from cogfast.extensions.pipeline_folder.pipeline_folder import fill_from_pipeline
+
+    if runs := not request.dry_run:
+        check_ranks()
+    if has_data:
+        from cogfast.train.preflight.data_layout import infer_layout
+
+        config = config.filled(partial(infer_layout, reads_stores=runs))
+    return config.filled(partial(fill_from_pipeline, may_download=runs, is_of_run=is_of_run))
+
+
 def _print(text: str) -> None:
     if is_first_rank():
         sys.stdout.write(printable(text, keep="\n"))
@@ -143,17 +156,9 @@ def train(argv: Sequence[str], kind: Callable[[Config], Trainer] | None = None) 
     from cogfast.cli.options import parse_train, refuse_sampling_keys
 
     request = parse_train(argv)
-    from cogfast.extensions.pipeline_folder.pipeline_folder import fill_from_pipeline
-    from cogfast.train.preflight.data_layout import infer_layout
-
     config = _load(request)
     refuse_sampling_keys(config.origins, config.args)
-    if not request.dry_run:
-        check_ranks()
-    runs = not request.dry_run
-    config = config.filled(partial(infer_layout, reads_stores=runs))
-    filled = partial(fill_from_pipeline, may_download=runs, is_of_run=not request.base)
-    config = config.filled(filled)
+    config = _filled(config, request, is_of_run=not request.base)
     if request.dry_run:
         from cogfast.train.preflight.check import check_train
 
@@ -169,14 +174,9 @@ def cache(argv: Sequence[str]) -> None:
 
     request, price = parse_cache(argv)
     from cogfast.extensions.cache.command import cache_latents
-    from cogfast.extensions.pipeline_folder.pipeline_folder import fill_from_pipeline
     from cogfast.train.preflight.check import check_cache
-    from cogfast.train.preflight.data_layout import infer_layout
 
-    config = _load(request)
-    check_ranks()
-    config = config.filled(infer_layout)
-    run = config.filled(partial(fill_from_pipeline, is_of_run=not request.base)).run
+    run = _filled(_load(request), request, is_of_run=not request.base).run
     check_cache(run)
     cache_latents(run, price)
 
@@ -185,15 +185,11 @@ def sample(argv: Sequence[str]) -> None:
     from cogfast.cli.options import parse_sample, read_prompts, refuse_training_keys
 
     request = parse_sample(argv)
-    from cogfast.extensions.pipeline_folder.pipeline_folder import fill_from_pipeline
-
     is_of_run = request.weights is not None
     config = _load(request, is_of_run)
     refuse_training_keys(config.origins)
-    if not request.dry_run:
-        check_ranks()
-    filled = partial(fill_from_pipeline, may_download=not request.dry_run, is_of_run=is_of_run)
-    config = config.filled(filled).filled(request.sampling.settings)
+    config = _filled(config, request, is_of_run, has_data=False)
+    config = config.filled(request.sampling.settings)
     if request.dry_run:
         from cogfast.train.preflight.check import check_sample
 

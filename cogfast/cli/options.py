@@ -21,7 +21,7 @@ from pathlib import Path
 from cogfast.cli.parser import RUN_CONFIG, Parser, check_run, local_path, number_up_to, refuse_cut
 from cogfast.config.sat_unused import POSITION_KEY, Unused, rules
 from cogfast.core.files import read_limited
-from cogfast.core.keys import COMMAND_LINE, DEFAULT, find_origin, level
+from cogfast.core.keys import COMMAND_LINE, DEFAULT, Given, find_origin, level
 from cogfast.core.values import nearest_folder
 from cogfast.extensions.sample.flags import INPUTS, SamplingFlags, addresses
 from cogfast.extensions.sample.prompt_files import files_of_prompts, split_prompts, utf8_lines
@@ -34,8 +34,6 @@ _SWITCHES = ("no_load_rng", "no_save_rng", "resume_dataloader", "debug", "force_
 _SWITCHES += ("save_args", "batch_from_same_dataset", "deepspeed", "sdedit", "image2video")
 # SAT's flags that have a legal value here but no field in TrainKeys.
 _OTHER_FLAGS = ("sdedit", "iterable_dataset", "deepspeed_config")
-# Keys of the configuration to values and to where they come from, for messages
-Settings = dict[str, tuple[object, str]]
 _MOST_COLUMNS = 135
 # Keys of args that the file of a run to resume or sample does not set: what is run, published, written and
 # removed elsewhere, read as prompts, and of one start. The run continues in its folder, wherever that is now.
@@ -61,7 +59,7 @@ class Request:
     out: str | None = None
     weights: str | None = None  # run folder to sample from; None: use args.load
     # {section: (values, file)} with which `weights` were trained, in place of `base`
-    settings: Mapping[str, tuple[object, str]] = field(default_factory=dict)
+    settings: Given = field(default_factory=dict)
     lora: Sequence[str] = ()  # PATH or PATH:SCALE
     ema: bool | None = None  # averaged weights; None: those of runs that have any
     sampling: SamplingFlags = SamplingFlags()
@@ -154,8 +152,8 @@ def _parse_run(
 
 
 def _find_model(
-    folder: str, settings: Settings, has_data: bool, may_download: bool, is_read: bool
-) -> tuple[list[str], Settings]:
+    folder: str, settings: Given, has_data: bool, may_download: bool, is_read: bool
+) -> tuple[list[str], Given]:
     """Return the packaged files for a model's folder, and `settings` with the keys that fit them to it.
 
     folder: a diffusers pipeline, its id on the hub, or a folder of SAT's. has_data: args.train_data is
@@ -283,7 +281,7 @@ def parse_sample(argv: Sequence[str]) -> Request:
     if found.prompts and found.prompt_file:
         raise ValueError("--prompt and --prompt-file are both given; use one")
     overrides = _all_overrides(found, [*moved, *overrides])
-    settings: Settings = {}
+    settings: Given = {}
     fitting: list[str] = []
     if sources:
         from cogfast.extensions.pipeline_folder import pipeline_folder
@@ -429,7 +427,7 @@ def _parse_words(
 
 
 def _all_overrides(
-    found: argparse.Namespace, words: Sequence[str], settings: Settings | None = None
+    found: argparse.Namespace, words: Sequence[str], settings: Given | None = None
 ) -> list[str]:
     """Return SAT's flags as key=value overrides, then `words`. ValueError if two of them, or of the options
     in `settings`, set one key.
@@ -473,7 +471,7 @@ def _split_overrides(items: Sequence[str]) -> tuple[list[str], list[str]]:
     return [*filterfalse(is_override, items)], [*filter(is_override, items)]
 
 
-def _of_caller(stored: Settings, writes_cache: bool = False) -> Settings:
+def _of_caller(stored: Given, writes_cache: bool = False) -> Given:
     """Unset what a run's file, which may come from elsewhere, must not decide, and weights that it need not read."""
     sections, defaults = {name: values for name, (values, _) in stored.items()}, TrainKeys()
     unset = {*addresses(sections)} - {*addresses(sections, is_of_run=True)}

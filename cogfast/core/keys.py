@@ -24,6 +24,7 @@ COMMAND_LINE = "command line"
 DEFAULT = "default"
 # {dotted key: (value, its origin; None: the origins stay)}
 Settings = Mapping[str, tuple[Any, str | None]]
+Given = dict[str, tuple[Any, str]]  # by options and files, each of which has an origin
 
 
 @dataclass(frozen=True, slots=True)

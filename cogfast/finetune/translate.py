@@ -18,7 +18,7 @@ from typing import Any
 from cogfast.config.sat_network import NETWORK_KEY, POSITION_KEY
 from cogfast.config.yaml_files import read_yaml, to_dict
 from cogfast.core.files import read_limited
-from cogfast.core.keys import DEFAULT
+from cogfast.core.keys import DEFAULT, Given
 from cogfast.core.values import cut, nearest, select, show
 from cogfast.door.load import load_config
 from cogfast.door.merged_config import Config
@@ -36,7 +36,6 @@ from cogfast.model.weights.open import open_source
 
 logger = logging.getLogger(__name__)
 
-Settings = dict[str, tuple[Any, str]]  # dotted key -> (value, origin)
 TRAINER = "CogVideo's trainer"  # origin of values that it does not let users choose
 _SAMPLING = "sgm.modules.diffusionmodules"
 _GUIDER = {"target": f"{_SAMPLING}.guiders.VanillaCFG", "params": {"scale": 6.0}}
@@ -80,7 +79,7 @@ def translate(args: Args) -> Config:
     return load_config([base], args.overrides, settings=settings).filled(fill_from_pipeline)
 
 
-def _model_settings(args: Args) -> tuple[Path, Settings]:
+def _model_settings(args: Args) -> tuple[Path, Given]:
     folder = args.model_path
     if is_hub_id(str(folder)):
         # --dry-run downloads nothing.
@@ -93,7 +92,7 @@ def _model_settings(args: Args) -> tuple[Path, Settings]:
         )
     _check_family(args, Family.of_config(identify(open_source(folder))))
     base, values = find_config(folder)
-    settings: Settings = {key: (value, str(folder)) for key, value in values.items()}
+    settings: Given = {key: (value, str(folder)) for key, value in values.items()}
     # Their trainer gives every size integer positions, and precision is an option.
     for key in (f"{POSITION_KEY}.positions", "deepspeed.bf16.enabled", "deepspeed.fp16.enabled"):
         settings.pop(key, None)
@@ -143,7 +142,7 @@ def _check_family(args: Args, family: Family) -> None:
         )
 
 
-def _settings(args: Args) -> Settings:
+def _settings(args: Args) -> Given:
     """Return the settings of data, training and the run. Their order is that of a configuration's text."""
     of = lambda option: (getattr(args, option), f"--{option}")
     frames, *size = args.train_resolution
@@ -151,7 +150,7 @@ def _settings(args: Args) -> Settings:
     selection = args.frame_selection or ("uniform" if args.fps is None else "timestamp")
     short = "pad" if selection == "uniform" else "skip"
     captions, videos = str(args.caption_column), str(args.video_column)
-    settings: Settings = {
+    settings: Given = {
         "data.params.video_size": (size, "--train_resolution"),
         "data.params.max_num_frames": (frames, "--train_resolution (frames x rows x columns)"),
         "data.params.frame_selection": (selection, "--frame_selection"),
@@ -305,7 +304,7 @@ def _is_true(text: str) -> bool:
     return text.lower() in ("1", "true", "yes", "y", "t", "on")
 
 
-def deepspeed_settings(args: Args) -> Settings:
+def deepspeed_settings(args: Args) -> Given:
     """Return {key of the deepspeed section: (value, the file)}.
 
     Without a file, they come from the variables of `accelerate launch`; {} if there are none.
