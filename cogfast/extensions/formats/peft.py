@@ -54,10 +54,15 @@ _SIDES = {"A": "A", "B": "B", "down": "A", "up": "B"}
 PAIR = re.compile(r"(?P<module>.+)\.matrix_(?P<side>[AB])\.(?P<part>\d+)")
 
 
+def _linear_of(our_name: str) -> str:
+    """Return diffusers' linear of `<linear>.matrix_A.<part>`, or matrix_B."""
+    module, _, part = our_name.rsplit(".", 2)
+    return diffusers_names(module)[int(part)]
+
+
 def peft_name(our_name: str) -> str:
-    """Return the key in a pipeline's LoRA file of `<linear>.matrix_A.<part>`, or matrix_B."""
-    module, matrix, part = our_name.rsplit(".", 2)
-    return f"{_COMPONENT}{diffusers_names(module)[int(part)]}.lora_{matrix[-1]}.weight"
+    """Return the key of a matrix in a pipeline's LoRA file."""
+    return f"{_COMPONENT}{_linear_of(our_name)}.lora_{our_name.rsplit('.', 2)[1][-1]}.weight"
 
 
 def open_peft(path: str | Path) -> WeightSource:
@@ -95,7 +100,7 @@ def open_peft(path: str | Path) -> WeightSource:
     strengths = {}
     for name in sorted(shapes):
         if ".matrix_B." in name:
-            module, rank = found.modules[name], shapes[name][1]
+            module, rank = _linear_of(name), shapes[name][1]
             key = found.alphas.get(module)
             given = None if key is None else _read_alpha(file, key, files.read(key))
             strengths[name] = _alpha(module, rank, settings) if given is None else given
@@ -183,9 +188,8 @@ def kohya_tensors(
     them: matrices as they are, and alpha as a tensor for each linear."""
     tensors = []
     for name in filter(is_lora_parameter, source.shapes):
-        module, matrix, part = name.rsplit(".", 2)
-        theirs = _KOHYA + _kohya(diffusers_names(module)[int(part)])
-        side = "down" if matrix == "matrix_A" else "up"
+        theirs = _KOHYA + _kohya(_linear_of(name))
+        side = "down" if ".matrix_A." in name else "up"
         kind = dtype or source.dtypes[name]
         read = partial(source.read, name, None)
         tensors.append(Outgoing(f"{theirs}.lora_{side}.weight", source.shapes[name], kind, read))
@@ -201,11 +205,7 @@ def _member_header(source: WeightSource) -> dict[str, str]:
 
 def _header(shapes: Mapping[str, tuple[int, ...]], names: list[str]) -> dict[str, Any]:
     """Return the arguments of peft.LoraConfig for adapters whose alpha is their rank."""
-    ranks = {
-        peft_name(name).removeprefix(_COMPONENT).removesuffix(".lora_A.weight"): shapes[name][0]
-        for name in names
-        if ".matrix_A." in name
-    }
+    ranks = {_linear_of(name): shapes[name][0] for name in names if ".matrix_A." in name}
     # PEFT has one `r` and one alpha; patterns name every linear with another rank. The most common
     # one keeps them short. PEFT would also match the end of a longer name, so ^ anchors it.
     rank = Counter(ranks.values()).most_common(1)[0][0]
@@ -217,17 +217,16 @@ def _header(shapes: Mapping[str, tuple[int, ...]], names: list[str]) -> dict[str
 
 @dataclass(frozen=True, slots=True)
 class _Keys:
-    """The keys of a LoRA file. ours: {cogfast's name: key}; modules: {cogfast's name: diffusers'
-    linear}; alphas: {diffusers' linear: key}; unexpected: unknown keys."""
+    """The keys of a LoRA file. ours: {cogfast's name: key}; alphas: {diffusers' linear: key}; unexpected:
+    unknown keys."""
 
     ours: dict[str, str] = field(default_factory=dict)
-    modules: dict[str, str] = field(default_factory=dict)
     alphas: dict[str, str] = field(default_factory=dict)
     unexpected: list[str] = field(default_factory=list)
 
     @classmethod
     def of(cls, keys: Sequence[str], file: Path) -> _Keys:
-        found, parts = cls(), _parts({*filter(None, map(_block_of, keys))})
+        found, parts = cls(), _parts(keys)
         modules = {name: module for module in parts for name in (module, _kohya(module))}
         for key in keys:
             match = _KEY.fullmatch(key)
@@ -245,19 +244,16 @@ class _Keys:
                         f"{file}: {brief(found.ours[name])} and {brief(key)} belong to the same linear, so the "
                         "file has several adapters; give a file with one"
                     )
-                found.ours[name], found.modules[name] = key, module
+                found.ours[name] = key
         return found
 
 
-def _block_of(name: str) -> str | None:
-    match = re.search(r"transformer_blocks[._](\d+)[._]", name)
-    return None if match is None else match[1]
-
-
-def _parts(blocks: Iterable[str]) -> dict[str, tuple[str, int]]:
-    """Return {diffusers' linear: (cogfast's linear, index of the part)} of these blocks and of the
-    linears outside of blocks."""
-    ours = [name.replace("{i}", i) for name in LINEARS for i in {*blocks, "0"}]
+def _parts(names: Iterable[str]) -> dict[str, tuple[str, int]]:
+    """Return {diffusers' linear: (cogfast's linear, index of the part)} of the blocks that names are of,
+    and of the linears outside of blocks."""
+    found = map(re.compile(r"transformer_blocks[._](\d+)[._]").search, names)
+    blocks = {"0", *(match[1] for match in found if match)}
+    ours = [name.replace("{i}", i) for name in LINEARS for i in blocks]
     return {theirs: (name, i) for name in ours for i, theirs in enumerate(diffusers_names(name))}
 
 
@@ -367,19 +363,16 @@ def _check_settings(
         value = getattr(settings, key)
         if value and value != "none":
             wrong.append(f"{key}={brief(show(value))}, but cogfast reads LoRA's pairs only")
-    for name, module in found.modules.items():
+    linears = {name: _linear_of(name) for name in found.ours}
+    for name, module in linears.items():
         rank = _of_module(module, settings.rank_pattern, settings.r)
         if ".matrix_A." in name and rank not in (None, shapes[name][0]):
             wrong.append(f"r={rank} for {module}, whose matrices have rank {shapes[name][0]}")
-    targets, held = settings.target_modules, set(found.modules.values())
-    # Not a pattern, and no setting that leaves some of the linears out.
-    if (
-        isinstance(targets, list)
-        and not settings.exclude_modules
-        and settings.layers_to_transform is None
-    ):
+    targets, held = settings.target_modules, {*linears.values()}
+    leaves_out = settings.exclude_modules or settings.layers_to_transform is not None
+    if isinstance(targets, list) and not leaves_out:  # a text is a pattern
         ends = tuple(f".{name}" for name in targets)
-        for module in _parts({*filter(None, map(_block_of, [*held, *targets]))}):
+        for module in _parts([*held, *targets]):
             # Not all models have the offset's embedding.
             is_wanted = f".{module}".endswith(ends) and not module.startswith("ofs_embedding")
             if is_wanted and module not in held:
