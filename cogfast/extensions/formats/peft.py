@@ -142,7 +142,7 @@ def write_peft(
     """Write the adapters of `source` into a new folder, as a file for `pipe.load_lora_weights`, or for
     VideoX-Fun (to: "fun").
 
-    Other tensors are left out. dtype: of the file; None: the source's. ValueError without adapters.
+    Other tensors are left out. dtype: of the file; None: the source's.
     """
     tensors, header = (kohya_tensors if to == "fun" else peft_tensors)(source, dtype)
     with new_folder(Path(folder), sum(tensor.nbytes for tensor in tensors)) as incomplete:
@@ -169,8 +169,6 @@ def peft_tensors(
 ) -> tuple[list[Outgoing], dict[str, str]]:
     """Return the tensors and the header of a LoRA file; see write_peft."""
     names = [name for name in source.shapes if is_lora_parameter(name)]
-    if not names:
-        raise ValueError(f"{source.description}: has no LoRA tensors to write; use another --to")
     read = with_strength_in_b(source).read
     tensors = [
         Outgoing(peft_name(n), shape, dtype or source.dtypes[n], partial(read, n, None))

@@ -126,10 +126,8 @@ class VideoMaker:
         negative_prompt: text of guidance's unconditional half; None: zeros, as dropped captions are
         in training.
         """
-        if diffusion.sampler is None:
-            raise ValueError("model.sampler_config is missing; sampling needs one")
+        assert diffusion.sampler is not None, "the callers ask for one"
         self.sampler = diffusion.sampler
-        refuse_fixed_frames(self.sampler)
         if num_steps is not None:
             self.sampler = self.sampler.with_num_steps(num_steps)
         self.network, self.denoiser, self.encoder = network, diffusion.denoiser, encoder
@@ -196,11 +194,6 @@ class VideoMaker:
 
     def _image_latents(self, prompts: Sequence[Prompt]) -> Tensor:
         """Encode the prompts' images without noise and extend them to all latent frames."""
-        if missing := [p.text for p in prompts if p.image is None and p.image_latents is None]:
-            raise ValueError(
-                f"the model animates images (model.noised_image_input=true), but the prompt "
-                f"{missing[0]!r} has none; give --image, or prompt@@image lines"
-            )
         if prompts[0].image is None:
             given = _stack([p.image_latents for p in prompts]).to(self.device)
             latents = self.encoder.scale_image(given)
@@ -210,11 +203,6 @@ class VideoMaker:
         return self.encoder.pad_to_frames(latents, self.size_of(prompts[0]).frames)
 
     def _control_latents(self, prompts: Sequence[Prompt]) -> Tensor:
-        if missing := [p.text for p in prompts if p.control is None]:
-            raise ValueError(
-                f"the model follows a control video (model.conditions), but the prompt {missing[0]!r} has "
-                "none; give --control"
-            )
         pixels = in_unit_range(_stack([p.control for p in prompts]).to(self.device))
         return self.encoder.encode_control(pixels.transpose(1, 2))
 

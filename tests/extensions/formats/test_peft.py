@@ -202,8 +202,6 @@ def test_incomplete_lora_files_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"pytorch_lora_weights.safetensors: truncated or damaged"):
         open_peft(folder)
     assert_refused(lambda: open_peft(tmp_path), "0 .safetensors files, none named")
-    with pytest.raises(ValueError, match="no LoRA tensors"):
-        write_peft(source_of(tiny("5b"), 1.0), tmp_path / "none")
     assert_refused(lambda: write_peft(source, folder), "the target is not empty")
 
 
