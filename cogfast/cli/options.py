@@ -287,7 +287,7 @@ def parse_sample(argv: Sequence[str]) -> Request:
         from cogfast.extensions.pipeline_folder import pipeline_folder
 
         # A word that is neither a path nor an id is reported below, as a folder that is missing.
-        if not Path(sources[0]).exists() and pipeline_folder.is_hub_id(sources[0]):
+        if pipeline_folder.is_hub_id(sources[0]):
             may_download = not found.dry_run
             sources = [str(pipeline_folder.hub_folder(sources[0], "FOLDER", may_download))]
         settings = trained_settings(Path(sources[0]))
@@ -530,17 +530,15 @@ def check_packages(packages: Sequence[str]) -> None:
 
 def _of_others() -> set[str]:
     """Return the top-level modules of Python and of the distributions that cogfast depends on."""
+    from packaging.utils import canonicalize_name
+
     needed, waiting = set[str](), ["cogfast"]
     while waiting:
-        if (name := _plain(waiting.pop())) not in needed:
+        if (name := canonicalize_name(waiting.pop())) not in needed:
             needed.add(name)
             with suppress(metadata.PackageNotFoundError):
                 lines = [n for n in metadata.requires(name) or () if "extra ==" not in n]
                 waiting += [re.split(r"[^\w.-]", line, maxsplit=1)[0] for line in lines]
     found = metadata.packages_distributions().items()
-    of_others = {module for module, names in found if needed & {*map(_plain, names)}}
+    of_others = {module for module, names in found if needed & {*map(canonicalize_name, names)}}
     return {*sys.stdlib_module_names, *of_others, "cogfast"}
-
-
-def _plain(name: str) -> str:
-    return re.sub(r"[-_.]+", "-", name).lower()

@@ -21,6 +21,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 from torch.utils.checkpoint import (
@@ -211,7 +212,8 @@ def _offloading_call(
     def call(hidden: Tensor, *others: Any) -> Tensor:
         kept = offload.begin_block(number, hidden.shape[:2].numel())
         options = _options(policy, keep_rng, _contexts, kept.pack, kept.unpack)
-        with kept.hooks():  # the checkpoint saves the block's inputs by them
+        # The checkpoint saves the block's inputs by them.
+        with saved_tensors_hooks(kept.pack, kept.unpack):
             return checkpoint(block, hidden, *others, **options)
 
     return call

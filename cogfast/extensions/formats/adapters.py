@@ -264,13 +264,9 @@ def check_config(adapter: WeightSource, config: TransformerConfig) -> None:
         )
     alpha = config.lora_alpha if found.alpha is None else found.alpha
     layers = range(config.num_layers) if config.lora_layers is None else config.lora_layers
-    if (
-        (rank, alpha) == (config.lora_rank, config.lora_alpha)
-        and set(found.targets) <= set(config.lora_targets)
-        and set(found.layers) <= set(layers)
-    ):
+    has_places = {*found.targets} <= {*config.lora_targets} and {*found.layers} <= {*layers}
+    if has_places and (rank, alpha) == (config.lora_rank, config.lora_alpha):
         return
-
     has, set_layers = config.adapters or "no adapters", ""
     if config.lora_layers is not None or len(found.layers) < config.num_layers:
         has += f", in layers {list(layers)}"

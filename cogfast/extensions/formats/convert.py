@@ -173,8 +173,8 @@ def with_lora_options(
     """
     if merge is not None and add is not None:
         raise ValueError("--merge-lora and --add-lora: leave one of them out")
-    lora = merge or add
-    if lora is not None and _has_adapters(source):
+    lora, has_own = merge or add, any(map(is_lora_parameter, source.shapes))
+    if lora is not None and has_own:
         option = "--add-lora" if merge is None else "--merge-lora"
         raise ValueError(
             f"{source.description}: has adapters of its own, but {option} {lora} needs a plain "
@@ -182,7 +182,7 @@ def with_lora_options(
         )
     if lora is None and alpha is not None:
         # --lora-alpha is for the adapters: here they are the source's own.
-        if not _has_adapters(source):
+        if not has_own:
             raise ValueError(
                 f"--lora-alpha {alpha:g} is for adapters, but {source.description} has none; leave it out, "
                 "or name the adapters with --merge-lora or --add-lora"
@@ -191,7 +191,7 @@ def with_lora_options(
     if merge == "":
         # Both views share the one reader, so the model is opened once.
         base = without_adapters(source)
-        if not _has_adapters(source):
+        if not has_own:
             raise ValueError(
                 f"{source.description}: has no LoRA tensors to merge; use --merge-lora LORA"
             )
@@ -250,7 +250,3 @@ def _with_sat_strength(source: WeightSource) -> WeightSource:
     text = "%s: matrices B are multiplied by alpha %g, since SAT's files store no alpha and SAT's default is %g"
     logger.info(text, source.description, source.alpha / SAT_ALPHA, SAT_ALPHA)
     return replace(with_strength_in_b(source, SAT_ALPHA), lora_alpha=SAT_ALPHA)
-
-
-def _has_adapters(source: WeightSource) -> bool:
-    return any(is_lora_parameter(name) for name in source.shapes)

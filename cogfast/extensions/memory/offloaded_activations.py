@@ -15,7 +15,6 @@ from collections import defaultdict, deque
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import saved_tensors_hooks
 
 from cogfast.extensions.memory.host_memory import SideStream, host_buffer
 
@@ -76,10 +75,6 @@ class BlockTensors:
         self.copies: list[weakref.ref[HostCopy]] = []
         self.sources: list[Tensor] = []
         self.event: torch.Event | None = None  # after the last copy to the host
-
-    def hooks(self) -> saved_tensors_hooks:
-        """Return a context in which autograd saves tensors by `pack`."""
-        return saved_tensors_hooks(self.pack, self.unpack)
 
     def pack(self, x: Tensor) -> Tensor | HostCopy:
         """Start to copy a tensor to the host."""

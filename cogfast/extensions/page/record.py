@@ -8,9 +8,9 @@ from __future__ import annotations
 import os
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -132,25 +132,16 @@ def read_run(folder: Path, history: Sequence[Mapping] | None = None) -> RunRecor
     columns = to_columns(_metrics(folder / _METRICS, problems) if history is None else history)
     config, plain = folder / CONFIG, {}
     for config in _starts(folder, "training_config"):
-        try:
-            plain = _settings(config, config.stat().st_mtime_ns)
-        except (ValueError, OmegaConfBaseException) as error:
-            problems.append(str(error).splitlines()[0])
+        read = partial(_settings, config, config.stat().st_mtime_ns)
+        plain = _attempt(read, problems, plain)
     starts = _starts(folder, "environment")
     environments = [_read(path, dict[str, Any], problems) for path in starts]
-    checkpoint = None
-    try:
-        checkpoint = newest_checkpoint(folder)
-    except ValueError as error:
-        problems.append(str(error))
-    for path in (folder / name for name in _BAD_FILES):
-        try:
-            text = read_limited(path, _MOST_BAD_BYTES, _LEFT_OUT) if path.exists() else b""
-            if lines := text.decode(errors="replace").splitlines():
-                number, first = counted(len(lines), "sample"), lines[0][:_MOST_SHOWN]
-                problems.append(f"{number} could not be used: {path.name}; first: {first}")
-        except ValueError as error:
-            problems.append(str(error))
+    checkpoint = _attempt(partial(newest_checkpoint, folder), problems)
+    for path in filter(Path.exists, (folder / name for name in _BAD_FILES)):
+        text = _attempt(partial(read_limited, path, _MOST_BAD_BYTES, _LEFT_OUT), problems, b"")
+        if lines := text.decode(errors="replace").splitlines():
+            number, first = counted(len(lines), "sample"), lines[0][:_MOST_SHOWN]
+            problems.append(f"{number} could not be used: {path.name}; first: {first}")
     if "skipped" in columns and columns["skipped"].last > 0:
         number = counted(int(columns["skipped"].last), "step")
         problems.append(f"{number} skipped, since gradients were not finite")
@@ -173,25 +164,29 @@ def _settings(config: Path, _: int) -> dict[str, Any]:
     return leaves(to_dict(read_yaml(config, config.name, is_plain=True)))
 
 
+def _attempt(read: Callable[[], Any], problems: list[str], otherwise: Any = None) -> Any:
+    """Return what `read` does; what is damaged is a problem."""
+    try:
+        return read()
+    except (ValueError, OmegaConfBaseException) as error:
+        problems.append(str(error).splitlines()[0])
+        return otherwise
+
+
 def _metrics(path: Path, problems: list[str]) -> list[dict]:
     if not path.exists():
         return []
     found = read_metrics(path)
-    if damaged := [*found.problems, *([] if found.cut is None else [found.cut])]:
+    if damaged := [*found.problems, *filter(None, [found.cut])]:
         number = counted(len(damaged), "line")
         problems.append(f"{path.name}: {number} left out as damaged; first: {damaged[0]}")
     return found.lines
 
 
 def _read(path: Path, schema: Any, problems: list[str]) -> Any:
-    """Read an optional JSON file; a damaged one is a problem."""
-    if not path.exists():
-        return None
-    try:
-        return read_json(path, schema, fix=_LEFT_OUT)
-    except ValueError as error:
-        problems.append(str(error))
-        return None
+    """Read an optional JSON file."""
+    read = partial(read_json, path, schema, fix=_LEFT_OUT)
+    return _attempt(read, problems) if path.exists() else None
 
 
 def _starts(folder: Path, name: str) -> list[Path]:

@@ -185,7 +185,7 @@ def _copy_videos(record: Any, args: dict, folder: Path) -> list[dict]:
     try:
         known = {"eval_prompts", "eval_prompt_file"} & args.keys()
         own = TrainKeys(**{key: args[key] for key in known})
-        texts = {prompt.text for prompt in given_prompts(own)}
+        texts = {text for text, _ in given_prompts(own)}
     except (ValueError, TypeError) as error:
         logger.warning("prompts are left out of the card (%s)", brief(str(error)))
         texts = set()

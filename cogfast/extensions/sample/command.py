@@ -12,13 +12,13 @@ from pathlib import Path
 from typing import Any
 
 from cogfast.core.addresses import shown
-from cogfast.core.device_memory import free_memory
 from cogfast.core.files import WriteError, write_text
 from cogfast.core.json_files import brief
 from cogfast.core.keys import names_origins
 from cogfast.core.values import counted, leaves, show
 from cogfast.distributed.parallelize import run_without_dynamo
 from cogfast.distributed.process_groups import ProcessGroups, start_processes
+from cogfast.extensions.cache.encode_choice import memory_for_clips
 from cogfast.extensions.conditions.given_frames import GivenFrames
 from cogfast.extensions.formats.image_scale import scale_of_run
 from cogfast.extensions.sample.flags import check_negative_prompt
@@ -222,9 +222,7 @@ def _limit_memory(
 
     The limit is args.vae_memory_gib, else all devices' least free memory. All ranks use the same tiles.
     """
-    asked = args.vae_memory_gib
-    least = lambda: min(groups.gather(free_memory(groups.device)[0]))
-    budget = least() if asked is None else int(asked * _GIB)
+    asked, budget = args.vae_memory_gib, min(groups.gather(memory_for_clips(args, groups)))
     # One plan for all videos, since a plan decides the numbers that come out.
     largest = max(sizes, key=lambda size: size.height * size.width)
     shape = largest.num_frames, *largest.pixels

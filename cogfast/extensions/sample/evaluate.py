@@ -49,7 +49,7 @@ from cogfast.extensions.sample.generate import (
     refuse_fixed_frames,
     write_samples,
 )
-from cogfast.extensions.sample.prompt_files import GivenPrompt, given_prompts
+from cogfast.extensions.sample.prompt_files import given_prompts
 from cogfast.extensions.sample.sizes import read_image
 from cogfast.train.assembly import Diffusion, assemble_batches, assemble_order
 from cogfast.train.encode import Encoder
@@ -100,8 +100,8 @@ class Evaluator:
             refuse_fixed_frames(diffusion.sampler)
         self.given = given_prompts(args) if args.has_evaluation else []
         if groups.is_main:
-            for prompt in self.given[:_MOST_LOGGED]:
-                logger.info("evaluations sample the prompt %s", brief(repr(prompt.text)))
+            for text, _ in self.given[:_MOST_LOGGED]:
+                logger.info("evaluations sample the prompt %s", brief(repr(text)))
         self.samples: Path | None = None  # folder of the last videos
         self.sampled_step: int | None = None  # of the last videos
         self.make_videos: Callable[..., VideoMaker] = VideoMaker  # with its arguments
@@ -304,23 +304,25 @@ class Evaluator:
 
     def _has_prompts(self) -> bool:
         has_held_out = self.dataset is not None and self.args.eval_num_samples > 0
-        return self._are_whole(self.given) or has_held_out
+        return self._are_whole or has_held_out
 
-    def _are_whole(self, given: Sequence[GivenPrompt]) -> bool:
-        """Return whether there are given prompts that need no held-out data."""
-        has_image = self.inputs == ("image",) and bool(given) and given[0].image is not None
+    @property
+    def _are_whole(self) -> bool:
+        """Whether there are given prompts that need no held-out data."""
+        if not self.given or not self.inputs:
+            return bool(self.given)
         # Other conditions, and tensors, come with held-out clips alone.
-        return bool(given) and (not self.inputs or has_image)
+        return self.inputs == ("image",) and self.given[0][1] is not None
 
     def _prompts(self, size: LatentSize, start: str) -> list[Prompt]:
         """Return the given prompts or held-out captions. Prompts without a condition that the model needs
         get that of a held-out clip. start: what the names of their samples begin with."""
-        if self._are_whole(self.given):
+        if self._are_whole:
             return [
-                Prompt(i, prompt.text, _SEED + i, self._image(prompt.image, size))
-                for i, prompt in enumerate(self.given)
+                Prompt(i, text, _SEED + i, self._image(image, size))
+                for i, (text, image) in enumerate(self.given)
             ]
-        dataset, texts = self._held_out, [prompt.text for prompt in self.given]
+        dataset = self._held_out
         # Each text gets the conditions of a held-out video.
         # Given prompts are all sampled; eval_num_samples limits held-out captions alone.
         clips: Sequence[int] = range(len(dataset))
@@ -328,15 +330,15 @@ class Evaluator:
             # Pictures are left out if there are clips.
             is_clip = ~np.isin(dataset.clips.buckets, dataset.settings.picture_buckets)
             clips = np.flatnonzero(is_clip).tolist() or clips
-        number = len(texts) or min(self.args.eval_num_samples, len(clips))
+        number = len(self.given) or min(self.args.eval_num_samples, len(clips))
         # Evenly spaced over the data
         chosen = [clips[i * len(clips) // number] for i in range(number)]
         captions = None if self.inputs else _captions(dataset, chosen)
         if captions is not None:
             prompts = [Prompt(i, caption, _SEED + i) for i, caption in enumerate(captions)]
         else:
-            prompts = self._of_samples(chosen, texts, size)
-        if not texts:
+            prompts = self._of_samples(chosen, size)
+        if not self.given:
             for prompt in prompts:
                 name = file_name(prompt, start).removeprefix(start)
                 path = self.folder / "reference" / f"{name}.mp4"
@@ -358,16 +360,14 @@ class Evaluator:
         except Exception as error:
             logger.warning("%s is not written (%s); training continues", path, error)
 
-    def _of_samples(
-        self, chosen: Sequence[int], texts: Sequence[str], size: LatentSize
-    ) -> list[Prompt]:
+    def _of_samples(self, chosen: Sequence[int], size: LatentSize) -> list[Prompt]:
         """Return the prompts of held-out samples, without those that cannot be read."""
         found, bad = [], None
         for i, sample in enumerate(chosen):
             try:
-                prompt = self._prompt(i, sample, texts[i] if texts else None, size)
+                text, path = self.given[i] if self.given else ("", None)
+                prompt = self._prompt(i, sample, text, size)
                 # A given image replaces that of the held-out clip.
-                path = self.given[i].image if texts else None
                 image = prompt.image if path is None else self._image(path, size)
                 found.append(replace(prompt, image=image))
             except BadSample as error:
@@ -377,8 +377,8 @@ class Evaluator:
             raise bad
         return found
 
-    def _prompt(self, index: int, sample: int, text: str | None, video: LatentSize) -> Prompt:
-        """Build a prompt from a sample of the data set. text: replaces its caption."""
+    def _prompt(self, index: int, sample: int, text: str, video: LatentSize) -> Prompt:
+        """Build a prompt from a sample of the data set. text: replaces its caption; "": none."""
         dataset: Any = self._held_out  # a cache, or a user's own class, may have first_frame
         item, given = dataset[sample], dict[str, Any]()
         if self.encoder.image_input and "image_latents" in item:

@@ -85,6 +85,10 @@ class SamplingFlags:
 
         sections: plain, complete and checked: guidance and frames depend on the sampler and on the model.
         """
+        from cogfast.config.sat_network import transformer_arguments
+        from cogfast.core.shapes import num_latent_frames
+        from cogfast.train.video_size import frames_problem, size_problem
+
         model, found = sections["model"], {}
 
         def put(key: str, value: object, flag: str) -> None:
@@ -106,10 +110,6 @@ class SamplingFlags:
             # Either the whole guider is replaced, or the scale in its params.
             put(*self._guider(sampler.get("guider_config")), "--guidance")
         if self.frames is not None:
-            from cogfast.config.sat_network import transformer_arguments
-            from cogfast.core.shapes import num_latent_frames
-            from cogfast.train.video_size import frames_problem
-
             network = transformer_arguments(model["network_config"]["params"])
             if (problem := frames_problem(network, self.frames, "--frames")) is not None:
                 raise ValueError(problem)
@@ -124,9 +124,6 @@ class SamplingFlags:
                 put(TrainKeys.key("mode"), "inference", "--num-videos")
             put(TrainKeys.key("batch_size"), self.num_videos, "--num-videos")
         if self.size is not None:
-            from cogfast.config.sat_network import transformer_arguments
-            from cogfast.train.video_size import size_problem
-
             network = transformer_arguments(model["network_config"]["params"])
             if (problem := size_problem(network, *self.size, "--size")) is not None:
                 raise ValueError(re.sub(r"\[(\d+), (\d+)\]", r"\1x\2", problem))

@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from cogfast.core.files import read_limited
@@ -16,17 +15,9 @@ from cogfast.core.values import counted
 from cogfast.train.keys import TrainKeys
 
 
-@dataclass(frozen=True, slots=True)
-class GivenPrompt:
-    """A prompt that the user gave for evaluations. image: the first frame, for image-to-video."""
-
-    text: str
-    image: Path | None = None
-
-
-def given_prompts(args: TrainKeys) -> list[GivenPrompt]:
-    """Return the prompts of args.eval_prompts or args.eval_prompt_file, with their images. ValueError if a file
-    cannot be read, an image is missing or the numbers differ."""
+def given_prompts(args: TrainKeys) -> list[tuple[str, Path | None]]:
+    """Return the prompts of args.eval_prompts or args.eval_prompt_file, with their first frames. ValueError if a
+    file cannot be read, an image is missing or the numbers differ."""
     texts = list(args.eval_prompts)
     images: list[Path | None] = [None] * len(texts)
     if args.eval_prompt_file is not None:
@@ -53,7 +44,7 @@ def given_prompts(args: TrainKeys) -> list[GivenPrompt]:
         images = [
             *listed_files(args.key("eval_images"), Path(args.eval_images), "image", len(texts))
         ]
-    return [GivenPrompt(*pair) for pair in zip(texts, images, strict=True)]
+    return list(zip(texts, images, strict=True))
 
 
 def split_prompts(lines: Sequence[str], name: str) -> list[tuple[str, str]]:

@@ -503,7 +503,7 @@ def _check_evaluation(
     name = args.key("eval_prompt_file" if args.eval_images is None else "eval_images")
     try:
         # Reads the files once more than the evaluation does, which is cheap, and reports before it.
-        images = [prompt.image for prompt in given_prompts(args) if prompt.image is not None]
+        images = [image for _, image in given_prompts(args) if image is not None]
         if images and "image" not in model.inputs:
             text = f"has the image {images[0]}, but a text-to-video model does not use images"
             raise ValueError(f"{name}={getattr(args, name[5:])} {text}; leave them out")

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from cogfast.extensions.sample.prompt_files import GivenPrompt, given_prompts
+from cogfast.extensions.sample.prompt_files import given_prompts
 from cogfast.train.keys import TrainKeys
 from cogfast.train.preflight.check import check_train
 from tests.support.refusals import Refusal, assert_refused, refusals
@@ -61,11 +61,11 @@ def test_prompts_have_their_images(
     run = run.of("5b_i2v").with_words(*[word.format(data) for word in words])
     check_train(run.config("args.eval_interval=2").run)
     assert given_prompts(run.config().run.args) == [
-        GivenPrompt("a bar", data / "red.png"),
-        GivenPrompt("another bar", data / "pictures" / "blue.png"),
+        ("a bar", data / "red.png"),
+        ("another bar", data / "pictures" / "blue.png"),
     ]
     # A path may also be relative to the folder in which the command runs, as in SAT.
     (tmp_path / "list.txt").write_text("a bar@@red.png\n")
     monkeypatch.chdir(data)
-    (found,) = given_prompts(TrainKeys(eval_prompt_file=str(tmp_path / "list.txt")))
-    assert found.image == Path("red.png")
+    ((_, image),) = given_prompts(TrainKeys(eval_prompt_file=str(tmp_path / "list.txt")))
+    assert image == Path("red.png")
