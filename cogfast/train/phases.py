@@ -56,7 +56,6 @@ from cogfast.model.weights.checkpoint_manifest import (
     step_of,
 )
 from cogfast.train.assembly import (
-    DTYPES,
     assemble_datasets,
     assemble_diffusion,
     assemble_encoder,
@@ -200,9 +199,7 @@ class Parts:
 
         transformer = assemble_transformer(network, args, groups, allow_missing=args.force_train)
         _check_lora(transformer, args, groups)
-        exporter = Exporter(
-            args.export, transformer, num_steps, DTYPES[args.precision], args.export_interval
-        )
+        exporter = Exporter(args, transformer, num_steps)
         # A resumed run keeps its attention backend and the way in which clips are encoded.
         stored, way = manifest.get("attention_backend"), manifest.get("encode_way")
         before = manifest.get("attention")

@@ -14,9 +14,6 @@ import logging
 import shutil
 import time
 from pathlib import Path
-from typing import Literal
-
-import torch
 
 from cogfast.core.files import sync
 from cogfast.core.values import counted, select
@@ -28,7 +25,8 @@ from cogfast.model.weights.diffusers import write_diffusers
 from cogfast.model.weights.identify import check_complete, identify
 from cogfast.model.weights.run_checkpoint import open_run
 from cogfast.model.weights.tensor_files import write_safetensors
-from cogfast.train.assembly import frozen_to_keep
+from cogfast.train.assembly import DTYPES, frozen_to_keep
+from cogfast.train.keys import TrainKeys
 
 logger = logging.getLogger(__name__)
 
@@ -36,21 +34,13 @@ _TRANSFORMER, _EMA = "transformer", "transformer_ema"
 
 
 class Exporter:
-    """Writes the files of args.export. last_step: the step at which the run is complete; dtype: of a
-    whole model's files; interval: args.export_interval. ValueError if checkpoints of this transformer
-    cannot be exported."""
+    """Writes the files of args.export. last_step: the step at which the run is complete. ValueError if
+    checkpoints of this transformer cannot be exported."""
 
-    def __init__(
-        self,
-        choice: Literal["none", "last", "all"],
-        transformer: DiffusionTransformer,
-        last_step: int,
-        dtype: torch.dtype,
-        interval: int | None = None,
-    ) -> None:
-        self.choice, self.last_step = choice, last_step
-        self.dtype, self.interval = dtype, interval
-        self.is_lora = choice != "none" and _trains_adapters(transformer, choice)
+    def __init__(self, args: TrainKeys, transformer: DiffusionTransformer, last_step: int) -> None:
+        self.choice, self.last_step, self.interval = args.export, last_step, args.export_interval
+        self.dtype = DTYPES[args.precision]  # of a whole model's files
+        self.is_lora = args.export != "none" and _trains_adapters(transformer, args.export)
 
     def is_due(self, step: int, is_stopping: bool = False) -> bool:
         """Return whether the checkpoint of `step` gets files. is_stopping: a signal or time limit ends

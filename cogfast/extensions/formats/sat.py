@@ -257,13 +257,9 @@ def write_sat(
             f"{', '.join(fits)}"
         )
     if config.has_rescaled_positions:
-        logger.warning(
-            "%s: the model has the positions of diffusers' pipelines, but SAT's code uses integer "
-            "ones; they agree only at %dx%d latent pixels",
-            path,
-            config.latent_height,
-            config.latent_width,
-        )
+        text = "%s: the model has the positions of diffusers' pipelines, but SAT's code uses integer ones; they "
+        text += "agree only at %dx%d latent pixels"
+        logger.warning(text, path, config.latent_height, config.latent_width)
     # Descriptions only: a tensor is read when it is written.
     files = [list(sat_tensors(source, config, i, count, dtype)) for i in range(count)]
     sizes = [sum(t.nbytes for t in tensors) for tensors in files]

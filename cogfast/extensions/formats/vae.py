@@ -225,11 +225,7 @@ def _count(names: Iterable[str], pattern: str, path: Path) -> tuple[int, int]:
 
 
 def convert_vae(
-    vae: Vae,
-    path: Path,
-    to: str,
-    dtype: torch.dtype | None = None,
-    scaling_factor: float | None = None,
+    vae: Vae, path: Path, to: str, dtype: torch.dtype | None, scaling_factor: float | None
 ) -> None:
     """Write a folder with 3d-vae.pt (`to` sat), or diffusers' vae folder. scaling_factor: the latents'
     factor in diffusers' config; None: the source's, or SCALING_FACTOR."""
@@ -241,13 +237,9 @@ def convert_vae(
         scaling_factor = vae.config.scaling_factor
     if scaling_factor is None and to == "diffusers":
         scaling_factor = SCALING_FACTOR
-        logger.info(
-            "%s does not store its scaling factor: %s is written, which is right for all models "
-            "except 2B (--scaling-factor %s)",
-            vae.weights.description,
-            SCALING_FACTOR,
-            COGVIDEOX_2B.scale_factor,
-        )
+        text = "%s does not store its scaling factor: %s is written, which is right for all models except 2B "
+        factors = SCALING_FACTOR, COGVIDEOX_2B.scale_factor
+        logger.info(text + "(--scaling-factor %s)", vae.weights.description, *factors)
     weights, names = vae.weights, {name: name for name in vae.weights.shapes}
     if to == "sat":
         names = renamed(names, vae.num_levels, vae.num_res_blocks, to)

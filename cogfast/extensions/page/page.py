@@ -16,7 +16,7 @@ from datetime import datetime
 from functools import cache
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from urllib.parse import quote
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined, Template
@@ -33,9 +33,7 @@ from cogfast.extensions.page.record import FACTS, Facts, RunRecord, is_run, read
 from cogfast.extensions.sample.flags import input_words
 from cogfast.model.keys import ModelKeys, conditions_of_run
 from cogfast.model.weights.checkpoint_manifest import is_in_run, run_of
-
-if TYPE_CHECKING:  # `cogfast report` needs no PyTorch
-    from cogfast.train.keys import TrainKeys
+from cogfast.train.keys import TrainKeys
 
 logger = logging.getLogger(__name__)
 
@@ -88,10 +86,8 @@ class RunPage:
         # A page is worth no run: whatever a damaged folder or a full disk raises is logged.
         except Exception as error:
             if not self.has_failed:
-                name = type(error).__name__
-                logger.warning(
-                    "the page of the run is not written (%s: %s); training continues", name, error
-                )
+                text = "the page of the run is not written (%s: %s); training continues"
+                logger.warning(text, type(error).__name__, error)
             self.has_failed = True
 
 

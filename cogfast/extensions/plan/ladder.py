@@ -126,7 +126,7 @@ def _rungs(setup: Setup, has_gpus: bool) -> Iterator[dict[str, Any]]:
         yield {key("offload_encoders"): True}
     if encoders.is_known and encoders.encodes_clips and encoders.mode == "auto":
         yield {_ENCODE_CHUNKS: "tiles"}
-    if rules.has_ema and not rules.is_offloaded and not rules.has_host_ema and not is_frozen:
+    if rules.has_ema and not rules.is_offloaded and args.ema_device != "cpu" and not is_frozen:
         yield {key("ema_device"): "cpu"}
     if is_frozen:
         for number in (layers // 2, layers):
@@ -143,7 +143,7 @@ def _rungs(setup: Setup, has_gpus: bool) -> Iterator[dict[str, Any]]:
         yield {key("quantize_base"): "int8"}
     # The state of Prodigy and Muon cannot be of 8 bits.
     has_adams = rules.has_ema and rules.num_moments == 2 and not rules.is_muon
-    if has_adams and not rules.is_offloaded and not rules.has_8bit_moments and not is_frozen:
+    if has_adams and not rules.is_offloaded and args.optimizer_moments != "8bit" and not is_frozen:
         yield {key("optimizer_moments"): "8bit"}
     if not has_gpus or is_frozen:
         return

@@ -13,6 +13,7 @@ from typing import Any
 from cogfast.distributed.fused_step import order_by_blocks
 from cogfast.extensions.memory.host_blocks import HostBlocks
 from cogfast.extensions.memory.host_ema import DEVICE_BYTES
+from cogfast.extensions.memory.keys import MemoryKeys
 from cogfast.extensions.memory.moment_codes import num_blocks
 from cogfast.model.transformer import DiffusionTransformer
 from cogfast.model.weights.shard import whole_shape
@@ -29,9 +30,8 @@ class ZeroRules:
     """Rules by which ZeRO keeps state.
 
     data_size: ranks with the same weights. num_moments: of the optimizer, float32. is_fused: FusedStep
-    replaces DeepSpeed's step. is_offloaded: the optimizer's state is in host memory. has_8bit_moments,
-    has_host_ema: args.optimizer_moments and args.ema_device. sum_bytes: size of a number
-    in which gradients are accumulated. copies_gradients: the optimizer reads float32 gradients.
+    replaces DeepSpeed's step. is_offloaded: the optimizer's state is in host memory. sum_bytes: size of
+    a number in which gradients are accumulated. copies_gradients: the optimizer reads float32 gradients.
     is_muon: matrices have one moment, and are put together in bf16. section: zero_optimization.
     """
 
@@ -39,10 +39,9 @@ class ZeroRules:
     data_size: int
     weight_bytes: int
     sum_bytes: int
+    args: MemoryKeys = MemoryKeys()
     num_moments: int = 2
-    has_8bit_moments: bool = False
     has_ema: bool = True
-    has_host_ema: bool = False
     is_fused: bool = True
     is_offloaded: bool = False
     overlaps: bool = False
@@ -84,12 +83,13 @@ def lasting_state(transformer: DiffusionTransformer, rules: ZeroRules) -> State:
     part = rules.partition(num_trained(transformer))
     numel = part * (not rules.is_offloaded)
     # 8-bit moments: a byte per element and an int16 per block.
-    moment = numel + 2 * num_blocks(numel) if rules.has_8bit_moments else numel * _FLOAT32
+    has_codes, has_host_ema = rules.args.optimizer_moments == "8bit", rules.args.ema_device == "cpu"
+    moment = numel + 2 * num_blocks(numel) if has_codes else numel * _FLOAT32
     moments = rules.num_moments * moment
     if rules.is_muon:
         matrices = sum(p.numel() for p in muon_matrices(transformer))
         moments -= rules.partition(matrices) * _FLOAT32
-    average = DEVICE_BYTES if rules.has_host_ema else numel * _FLOAT32
+    average = DEVICE_BYTES if has_host_ema else numel * _FLOAT32
     parameters = sum(p.numel() for p in transformer.parameters())
     parameters = rules.partition(parameters) if rules.stage == 3 else parameters
     # Position tables, and weights of 8 bits; those in host memory have slots on the device.
@@ -104,7 +104,7 @@ def lasting_state(transformer: DiffusionTransformer, rules: ZeroRules) -> State:
         moments=moments,
         ema=average if rules.has_ema else 0,
         host_blocks=waiting,
-        host_ema=part * _FLOAT32 if rules.has_host_ema else 0,
+        host_ema=part * _FLOAT32 if has_host_ema else 0,
     )
 
 
@@ -117,7 +117,7 @@ class Gradients:
     def __init__(self, transformer: DiffusionTransformer, rules: ZeroRules) -> None:
         self.rules, self.held, self.buffers = rules, 0, 0
         self._waiting = self._reduced = 0  # elements that wait for a reduction, and that had one
-        moments = "8bit" if rules.has_8bit_moments else "fp32"
+        moments = rules.args.optimizer_moments
         groups = parameter_groups(transformer, moments=moments, is_for_muon=rules.is_muon)
         groups = order_by_blocks(groups, transformer, rules.section, rules.data_size)
         # Elements of the optimizer's parameter groups, in the order of the backward pass.

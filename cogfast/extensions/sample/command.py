@@ -137,14 +137,7 @@ def sample(
         height, width = sizes[n].pixels
         row = {"text": prompts[n], "seed": args.seed + i, "height": height, "width": width}
         rows.append(row | {name: str(of[n]) for name, of in files.items() if of[n] is not None})
-    maker = VideoMaker(
-        transformer,
-        diffusion,
-        encoder,
-        sizes[0],
-        device=groups.device,
-        negative_prompt=args.negative_prompt,
-    )
+    maker = VideoMaker(transformer, diffusion, encoder, sizes[0], args, groups)
     if ema is None:
         ema = trained is not None and "shadow" in RunFiles(trained, manifest).kinds
     settings = {"weights": weights or args.load, "ema": ema}
@@ -162,7 +155,6 @@ def sample(
             out,
             maker,
             wanted,
-            groups,
             # The videos of one call have one size.
             at_a_time=at_a_time if len(set(sizes)) == 1 else 1,
             latents_only=args.only_save_latents,

@@ -279,20 +279,12 @@ class Evaluator:
             self.groups.on_all(lambda: self.encoder.first_stage)
             self.encoder.choose_for(torch.empty(1, 3, size.num_frames, *size.pixels, device="meta"))
         logger.info("step %d: sampling %s", step, counted(len(prompts), "video"))
-        maker = self.make_videos(
-            self.engine,
-            self.diffusion,
-            self.encoder,
-            size,
-            device=self.groups.device,
-            num_steps=self.args.eval_sampling_steps,
-            negative_prompt=self.args.negative_prompt,
-        )
+        parts = self.engine, self.diffusion, self.encoder, size, self.args, self.groups
+        maker = self.make_videos(*parts, self.args.eval_sampling_steps)
         write_samples(
             folder,
             maker,
             prompts,
-            self.groups,
             at_a_time=self.batch_size,
             latents_only=self.args.only_log_video_latents,
             network_ranks=self.network_ranks,

@@ -38,6 +38,7 @@ from cogfast.extensions.stores.mirror import name_of, url_of
 from cogfast.model.weights.tensor_files import Outgoing, write_safetensors
 from cogfast.train.assembly import Diffusion
 from cogfast.train.encode import Encoder, join_conditions
+from cogfast.train.keys import TrainKeys
 from cogfast.train.video_size import LatentSize
 
 logger = logging.getLogger(__name__)
@@ -116,23 +117,19 @@ class VideoMaker:
         diffusion: Diffusion,
         encoder: Encoder,
         size: LatentSize,
-        *,
-        device: torch.device,
+        args: TrainKeys,
+        groups: ProcessGroups,
         num_steps: int | None = None,
-        negative_prompt: str | None = None,
     ) -> None:
-        """size: for prompts without a size. num_steps: replaces the sampler's number of steps.
-
-        negative_prompt: text of guidance's unconditional half; None: zeros, as dropped captions are
-        in training.
-        """
+        """size: for prompts without a size. num_steps: replaces the sampler's number of steps."""
         assert diffusion.sampler is not None, "the callers ask for one"
         self.sampler = diffusion.sampler
         if num_steps is not None:
             self.sampler = self.sampler.with_num_steps(num_steps)
         self.network, self.denoiser, self.encoder = network, diffusion.denoiser, encoder
-        self.size, self.device = size, device
-        self.negative_prompt = negative_prompt
+        self.size, self.groups, self.device = size, groups, groups.device
+        # Text of guidance's unconditional half; None: zeros, as dropped captions are in training
+        self.negative_prompt = args.negative_prompt
         self.bar: StepBar | None = None
         self.negative: Tensor | None = None  # its embedding [1, L, E], once `condition` made it
 
@@ -268,10 +265,9 @@ def write_samples(
     folder: Path,
     maker: VideoMaker,
     prompts: Sequence[Prompt],
-    groups: ProcessGroups,
     *,
-    at_a_time: int = 1,
-    latents_only: bool = False,
+    at_a_time: int,
+    latents_only: bool,
     network_ranks: dist.ProcessGroup | None = None,
     is_asked_to_stop: Callable[[], bool] = lambda: False,
     report_videos: Callable[[Sequence[SampledVideo]], None] = lambda _: None,
@@ -289,6 +285,7 @@ def write_samples(
     """
     done: dict[int, _Row] = {}
     error: Exception | None = None
+    groups = maker.groups
     network_ranks = network_ranks or groups.model_control
     # In turn, so that replicas finish together and the first files are the first prompts'.
     mine = list(prompts[groups.data_rank :: groups.data_size])
