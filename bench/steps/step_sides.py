@@ -21,6 +21,7 @@ from torch.nn import attention as sdpa
 from bench.steps.step_models import Batch, Options, Variant
 from cogfast.distributed.parallelize import allocate
 from cogfast.extensions.memory.host_blocks import hold_base, stored_base
+from cogfast.extensions.memory.keys import MemoryKeys
 from cogfast.extensions.memory.quantized_base import QuantizedWeight
 from cogfast.kernels.attention_backends import reason_unavailable
 from cogfast.kernels.block_kernels import choose_kernels
@@ -54,7 +55,7 @@ class Ours:
             _check_fa4(variant)
         with torch.device("meta"):
             network = assemble_transformer(variant.config).requires_grad_(not is_lora)
-        hold_base(network, options.quantize_base, num_offloaded=0)
+        hold_base(network, MemoryKeys(quantize_base=options.quantize_base))
         allocate(network, variant.device)
         for module in network.modules():
             if isinstance(module, PositionTable):

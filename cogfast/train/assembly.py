@@ -94,7 +94,7 @@ def build_on_meta(
     transformer.use_sparse_attention(args.sparse_share)
     if tensor is not None:
         parallelize(transformer, tensor, args.sequence_parallel)
-    hold_base(transformer, args.quantize_base, args.offload_blocks)
+    hold_base(transformer, args)
     return transformer
 
 

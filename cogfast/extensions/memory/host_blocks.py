@@ -18,13 +18,14 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from cogfast.distributed.tensor_parallel import ParallelLinear
 from cogfast.extensions.memory.host_memory import SideStream, host_buffer
+from cogfast.extensions.memory.keys import MemoryKeys
 from cogfast.extensions.memory.quantized_base import QuantizedWeight, base_linears, quantize_base
 from cogfast.model.transformer import BlockCall, DiffusionTransformer
 from cogfast.model.weights.source import Target
@@ -140,16 +141,12 @@ class HostBlocks:
         return self._slots[number % len(self._slots)]
 
 
-def hold_base(
-    transformer: DiffusionTransformer,
-    quantization: Literal["none", "int8", "fp8"],
-    num_offloaded: int,
-) -> None:
+def hold_base(transformer: DiffusionTransformer, args: MemoryKeys) -> None:
     """Apply args.quantize_base and args.offload_blocks to a transformer on the meta device."""
-    if quantization != "none":
-        quantize_base(transformer, quantization)
-    if num_offloaded:
-        transformer.block_source = HostBlocks(transformer, num_offloaded)
+    if args.quantize_base != "none":
+        quantize_base(transformer, args.quantize_base)
+    if args.offload_blocks:
+        transformer.block_source = HostBlocks(transformer, args.offload_blocks)
 
 
 def stored_base(transformer: DiffusionTransformer) -> dict[str, dict[str, Tensor]]:

@@ -12,6 +12,7 @@ from torch import Tensor
 from cogfast.__main__ import main
 from cogfast.distributed.parallelize import allocate
 from cogfast.extensions.memory.host_blocks import HostBlocks, allocate_base, hold_base, stored_base
+from cogfast.extensions.memory.keys import MemoryKeys
 from cogfast.extensions.memory.quantized_base import base_linears
 from cogfast.extensions.memory.quantized_linear import DTYPES, Quantization, quantize_rows
 from cogfast.model.transformer import DiffusionTransformer, assemble_transformer, freeze
@@ -33,7 +34,7 @@ def build(dtype: torch.dtype, quantization: str, num_offloaded: int) -> Diffusio
         transformer = assemble_transformer(replace(FAMILY["5b"], **CHANGES))
     freeze(transformer, ["all"], is_lora_only=False)
     transformer.to(dtype)
-    hold_base(transformer, quantization, num_offloaded)
+    hold_base(transformer, MemoryKeys(quantize_base=quantization, offload_blocks=num_offloaded))
     allocate(transformer, CPU)
     held = allocate_base(transformer, CPU)
     source = dict(tiny("5b", **CHANGES).named_parameters())
