@@ -212,8 +212,7 @@ def _offloading_call(
     def call(hidden: Tensor, *others: Any) -> Tensor:
         kept = offload.begin_block(number, hidden.shape[:2].numel())
         options = _options(policy, keep_rng, _contexts, kept.pack, kept.unpack)
-        # The checkpoint saves the block's inputs by them.
-        with saved_tensors_hooks(kept.pack, kept.unpack):
+        with saved_tensors_hooks(kept.pack, kept.unpack):  # the checkpoint saves the inputs by them
             return checkpoint(block, hidden, *others, **options)
 
     return call

@@ -56,6 +56,7 @@ from cogfast.model.weights.checkpoint_manifest import (
     step_of,
 )
 from cogfast.train.assembly import (
+    DTYPES,
     assemble_datasets,
     assemble_diffusion,
     assemble_encoder,
@@ -199,7 +200,7 @@ class Parts:
 
         transformer = assemble_transformer(network, args, groups, allow_missing=args.force_train)
         _check_lora(transformer, args, groups)
-        exporter = Exporter(args, transformer, num_steps)
+        exporter = Exporter(args, transformer, num_steps, DTYPES[args.precision])
         # A resumed run keeps its attention backend and the way in which clips are encoded.
         stored, way = manifest.get("attention_backend"), manifest.get("encode_way")
         before = manifest.get("attention")

@@ -15,8 +15,11 @@ import shutil
 import time
 from pathlib import Path
 
+import torch
+
 from cogfast.core.files import sync
 from cogfast.core.values import counted, select
+from cogfast.extensions.exports.keys import ExportKeys
 from cogfast.extensions.formats.adapters import only_adapters
 from cogfast.extensions.formats.peft import FILE_NAME, peft_tensors
 from cogfast.model.lora import is_lora_parameter
@@ -25,8 +28,7 @@ from cogfast.model.weights.diffusers import write_diffusers
 from cogfast.model.weights.identify import check_complete, identify
 from cogfast.model.weights.run_checkpoint import open_run
 from cogfast.model.weights.tensor_files import write_safetensors
-from cogfast.train.assembly import DTYPES, frozen_to_keep
-from cogfast.train.keys import TrainKeys
+from cogfast.train.assembly import frozen_to_keep
 
 logger = logging.getLogger(__name__)
 
@@ -34,12 +36,18 @@ _TRANSFORMER, _EMA = "transformer", "transformer_ema"
 
 
 class Exporter:
-    """Writes the files of args.export. last_step: the step at which the run is complete. ValueError if
-    checkpoints of this transformer cannot be exported."""
+    """Writes the files of args.export. last_step: the step at which the run is complete; dtype: of a
+    whole model's files. ValueError if checkpoints of this transformer cannot be exported."""
 
-    def __init__(self, args: TrainKeys, transformer: DiffusionTransformer, last_step: int) -> None:
-        self.choice, self.last_step, self.interval = args.export, last_step, args.export_interval
-        self.dtype = DTYPES[args.precision]  # of a whole model's files
+    def __init__(
+        self,
+        args: ExportKeys,
+        transformer: DiffusionTransformer,
+        last_step: int,
+        dtype: torch.dtype,
+    ) -> None:
+        self.choice, self.interval = args.export, args.export_interval
+        self.last_step, self.dtype = last_step, dtype
         self.is_lora = args.export != "none" and _trains_adapters(transformer, args.export)
 
     def is_due(self, step: int, is_stopping: bool = False) -> bool:

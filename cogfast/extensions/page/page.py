@@ -16,7 +16,7 @@ from datetime import datetime
 from functools import cache
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined, Template
@@ -33,7 +33,9 @@ from cogfast.extensions.page.record import FACTS, Facts, RunRecord, is_run, read
 from cogfast.extensions.sample.flags import input_words
 from cogfast.model.keys import ModelKeys, conditions_of_run
 from cogfast.model.weights.checkpoint_manifest import is_in_run, run_of
-from cogfast.train.keys import TrainKeys
+
+if TYPE_CHECKING:  # `cogfast report` needs no PyTorch
+    from cogfast.train.keys import TrainKeys
 
 logger = logging.getLogger(__name__)
 

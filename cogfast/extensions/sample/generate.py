@@ -33,12 +33,12 @@ from cogfast.diffusion.denoiser import Conditioning, Network
 from cogfast.diffusion.sampler import VideoDDIMSampler
 from cogfast.distributed.lost_ranks import UnsharedError
 from cogfast.distributed.process_groups import ProcessGroups
+from cogfast.extensions.sample.keys import SamplingKeys
 from cogfast.extensions.stores import store
 from cogfast.extensions.stores.mirror import name_of, url_of
 from cogfast.model.weights.tensor_files import Outgoing, write_safetensors
 from cogfast.train.assembly import Diffusion
 from cogfast.train.encode import Encoder, join_conditions
-from cogfast.train.keys import TrainKeys
 from cogfast.train.video_size import LatentSize
 
 logger = logging.getLogger(__name__)
@@ -117,7 +117,7 @@ class VideoMaker:
         diffusion: Diffusion,
         encoder: Encoder,
         size: LatentSize,
-        args: TrainKeys,
+        args: SamplingKeys,
         groups: ProcessGroups,
         num_steps: int | None = None,
     ) -> None:
