@@ -172,6 +172,26 @@ def shared_run(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
 
 
 @pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The test's folder, in which commands run."""
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.fixture
+def answer(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+    """Run `cogfast WORDS`, which must succeed, and return what it prints to stdout."""
+    from cogfast.__main__ import main
+
+    def printed(*words: object) -> str:
+        capsys.readouterr()
+        assert main([str(word) for word in words]) == 0
+        return capsys.readouterr().out
+
+    return printed
+
+
+@pytest.fixture
 def log(caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
     """Return what is logged, with the lines of level INFO."""
     caplog.set_level("INFO", logger="cogfast")

@@ -111,7 +111,7 @@ def _run(rank: int, folder: Path, device: torch.device) -> None:
         parallelize(transformer, group, splits_rows)
         allocate(transformer, device)
         shards = find_shards(transformer)
-        load_transformer(transformer, GOLDEN / f"{_CASE}_mp2", shards=shards)
+        load_transformer(transformer, GOLDEN / _CASE, shards=shards)
         answers = answer(transformer, stored, device, torch.float32)
         named = {f"grad.{sat_name(n)}": shard for n, shard in shards.items()}
         torch.save((answers, named), folder / f"{name}-{rank}.pt")

@@ -48,12 +48,11 @@ def test_report(tmp_path: Path) -> None:
     assert f"| {shown:.2f} |" in table and table.count("| tiny |") == 3
 
 
-def test_piece_of_gpu_run(monkeypatch, tmp_path: Path) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_piece_of_gpu_run(here: Path) -> None:
     kept = []
     settings = Settings(torch.device("cpu"), is_tiny=True, keep=kept.append)
     outcome = data.measure_data(settings)
-    assert kept[-1].rows == outcome.rows and not list(tmp_path.iterdir())
+    assert kept[-1].rows == outcome.rows and not list(here.iterdir())
 
 
 def test_a_training_leaves_no_checkpoint_to_fill_the_disk(tmp_path: Path, monkeypatch) -> None:

@@ -66,10 +66,9 @@ def test_that_test_runs_the_command(module: str) -> None:
 
 
 @refusals(Path(__file__).with_name("refusals.txt"))
-def test_bad_arguments(refusal: Refusal, tmp_path: Path, monkeypatch, capsys) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_bad_arguments(refusal: Refusal, here: Path, monkeypatch, capsys) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(SystemExit):
         importlib.import_module(refusal.base).main(refusal.words)
     assert refusal.line in capsys.readouterr().err
-    assert not any(tmp_path.iterdir())
+    assert not any(here.iterdir())

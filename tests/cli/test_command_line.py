@@ -70,19 +70,17 @@ def test_wrong_arguments(sat_configs, capsys, refusal):
 
 
 @refusals(TABLE, "beside a model and videos")
-def test_words_that_spaces_have_cut(refusal, tmp_path, monkeypatch, capsys):
-    (tmp_path / "model").mkdir()
-    (tmp_path / "model" / "model_index.json").touch()
-    (tmp_path / "my_videos").mkdir()
-    monkeypatch.chdir(tmp_path)
+def test_words_that_spaces_have_cut(refusal, here, capsys):
+    (here / "model").mkdir()
+    (here / "model" / "model_index.json").touch()
+    (here / "my_videos").mkdir()
     assert_command_refused(capsys, refusal.words, refusal.line)
 
 
 @refusals(TABLE, "in an empty folder")
-def test_words_that_are_wrong_leave_nothing(refusal, tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
+def test_words_that_are_wrong_leave_nothing(refusal, here, capsys):
     assert_command_refused(capsys, refusal.words, refusal.line)
-    assert not [*tmp_path.iterdir()]
+    assert not [*here.iterdir()]
 
 
 OF_ONE_RUN = {
@@ -104,15 +102,12 @@ PAIRS = [(c, g) for c in OF_ONE_RUN for g in NO_RUN if not (c.startswith("report
 
 
 @pytest.mark.parametrize(("command", "given"), PAIRS)
-def test_a_run_that_is_none_is_answered_with_the_newest(
-    command, given, tmp_path, monkeypatch, capsys
-):
+def test_a_run_that_is_none_is_answered_with_the_newest(command, given, here, capsys):
     for name, time in (("a", 2), ("b", 3), ("c", 1)):
-        (tmp_path / "runs" / name).mkdir(parents=True)
-        file = tmp_path / "runs" / name / "training_config.yaml"
+        (here / "runs" / name).mkdir(parents=True)
+        file = here / "runs" / name / "training_config.yaml"
         file.touch()
         os.utime(file, (time, time))
-    monkeypatch.chdir(tmp_path)
     line = f"{NO_RUN[given]}; the runs, newest first, are runs/b, runs/a, runs/c; <...>"
     line += f"for the newest write {OF_ONE_RUN[command]}$"
     assert_command_refused(capsys, command.format(given).split(), line)
@@ -237,24 +232,21 @@ def test_sample_reads_a_run_or_one_of_its_checkpoints(tmp_path):
     )
 
 
-def test_a_runs_file_does_not_say_what_is_read_or_where_to_write(tmp_path, capsys):
+def test_a_runs_file_does_not_say_what_is_read_or_where_to_write(tmp_path, answer):
+    def rows(*words: object) -> set[str]:
+        shown = answer("sample", *words, "--dry-run").splitlines()
+        return {line.partition("#")[0].strip() for line in shown}
+
     own = "{output_dir: /outside, input_type: txt, input_file: /etc/passwd}"
     run_folder = make_run(tmp_path)
     (run_folder / "training_config.yaml").write_text(f"args: {own}\n")
-    assert main(["sample", str(run_folder), "--dry-run"]) == 0
     expected = {"output_dir: samples", "input_type: cli", "input_file: input.txt"}
-    assert expected <= rows_of(capsys)
+    assert expected <= rows(run_folder)
     given = ["args.output_dir=mine", "args.input_type=txt", "args.input_file=mine.txt"]
-    assert main(["sample", str(run_folder), "--dry-run", *given]) == 0
-    assert {"output_dir: mine", "input_type: txt", "input_file: mine.txt"} <= rows_of(capsys)
+    expected = {"output_dir: mine", "input_type: txt", "input_file: mine.txt"}
+    assert expected <= rows(run_folder, *given)
     # A file that the user names is not a run's.
-    base = str(run_folder / "training_config.yaml")
-    assert main(["sample", "--base", base, "--dry-run"]) == 0
-    assert "output_dir: /outside" in rows_of(capsys)
-
-
-def rows_of(capsys: pytest.CaptureFixture) -> set[str]:
-    return {line.partition("#")[0].strip() for line in capsys.readouterr().out.splitlines()}
+    assert "output_dir: /outside" in rows("--base", run_folder / "training_config.yaml")
 
 
 def test_prompts_from_arguments_files_and_the_terminal(tmp_path, monkeypatch):

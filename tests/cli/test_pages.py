@@ -169,15 +169,14 @@ SOAKED = ("first_lora", "all_weights")
 @pytest.mark.parametrize(
     "page", [pytest.param(page, marks=[pytest.mark.soak] * (page in SOAKED)) for page in TUTORIALS]
 )
-def test_the_commands_of_the_guide_run(page: str, pipelines, tmp_path: Path, monkeypatch) -> None:
+def test_the_commands_of_the_guide_run(page: str, pipelines, here: Path) -> None:
     for name, family in TUTORIALS[page].items():
-        (tmp_path / name).symlink_to(pipelines.path(family))
-    write_clips(tmp_path / "my_videos")
-    Image.new("RGB", (60, 40), "navy").save(tmp_path / "first.png")
-    monkeypatch.chdir(tmp_path)
+        (here / name).symlink_to(pipelines.path(family))
+    write_clips(here / "my_videos")
+    Image.new("RGB", (60, 40), "navy").save(here / "first.png")
     for text in commands(DOCS / "guide" / f"{page}.md"):
         start = "import os\nfrom tests.cli.closure import block_others\nblock_others()\n"
-        done = run_forked(["-c", f"{start}os.chdir({str(tmp_path)!r})\n{program(text)}"])
+        done = run_forked(["-c", f"{start}os.chdir({str(here)!r})\n{program(text)}"])
         assert done.returncode == 0, f"{text}\n{done.stdout}"
     if page == "first_lora":
         assert Image.open("lighthouse.webp").n_frames == 9

@@ -25,24 +25,16 @@ def losses_of(save: Path) -> list[float]:
 
 @pytest.mark.parametrize("lora", [4, None], ids=["LoRA", "all weights"])
 def test_a_run_without_yaml_is_that_of_the_printed_configuration(
-    lora: int | None,
-    tmp_path: Path,
-    pipelines: Pipelines,
-    data: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture,
+    lora: int | None, here: Path, pipelines: Pipelines, data: Path, answer
 ) -> None:
-    monkeypatch.chdir(tmp_path)
     words = ["train", str(pipelines.path("5b")), "--data", str(data), "--out", "runs", *SHORT]
     words += [] if lora is None else ["--lora", str(lora)]
     assert main(words) == 0
-    found = losses_of(tmp_path / "runs")
+    found = losses_of(here / "runs")
     assert len(found) == 2
-    capsys.readouterr()
-    assert main([*words, "--dry-run"]) == 0
-    Path("kept.yaml").write_text(capsys.readouterr().out)
+    Path("kept.yaml").write_text(answer(*words, "--dry-run"))
     assert main(["train", "--base", "kept.yaml", "args.save=again"]) == 0
-    assert losses_of(tmp_path / "again") == found
+    assert losses_of(here / "again") == found
     # The printed keys are those of the folder and of the words.
     kept = OmegaConf.load("kept.yaml")
     sizes = json.loads((pipelines.path("5b") / "transformer" / "config.json").read_text())
@@ -54,25 +46,16 @@ def test_a_run_without_yaml_is_that_of_the_printed_configuration(
     assert kept.model.scale_factor == 0.7 and kept.args.load == str(pipelines.path("5b"))
     assert kept.args.lr == (1e-4 if lora else 1e-5)
     trained = "LoRA rank 4, alpha 4, strength 1, on q k v out"
-    assert (trained in (run_folder(tmp_path / "runs") / "log.txt").read_text()) == bool(lora)
+    assert (trained in (run_folder(here / "runs") / "log.txt").read_text()) == bool(lora)
 
 
 def test_plan_and_cache_take_the_words_of_train(
-    tmp_path: Path,
-    pipelines: Pipelines,
-    data: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture,
+    here: Path, pipelines: Pipelines, data: Path, answer, capsys: pytest.CaptureFixture
 ) -> None:
-    monkeypatch.chdir(tmp_path)
     words = [str(pipelines.path("5b")), "--data", str(data), "--lora", "4", "args.batch_size=2"]
-    assert main(["train", *words, "--dry-run"]) == 0
-    Path("kept.yaml").write_text(capsys.readouterr().out)
-    plans = []
-    for given in (words, ["--base", "kept.yaml"]):
-        assert main(["plan", *given, "--gpu", "h100-80", "--gpus", "2"]) == 0
-        plans.append(capsys.readouterr().out)
-    assert plans[0] == plans[1] and "on: 2 GPUs" in plans[0]
+    Path("kept.yaml").write_text(answer("train", *words, "--dry-run"))
+    plan = answer("plan", *words, *(cards := ["--gpu", "h100-80", "--gpus", "2"]))
+    assert plan == answer("plan", "--base", "kept.yaml", *cards) and "on: 2 GPUs" in plan
     assert parse_cache(words)[0] == parse_plan(words)[0] == parse_train(words)
     assert main(["cache", *words, "args.latent_cache=cache"]) == 0
     assert "cache: 6 samples, 0 bad" in capsys.readouterr().err
@@ -83,14 +66,8 @@ def test_plan_and_cache_take_the_words_of_train(
 
 @refusals(Path(__file__).with_name("refusals.txt"), "train")
 def test_mistakes_end_in_one_line(
-    refusal: Refusal,
-    pipelines: Pipelines,
-    data: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture,
+    refusal: Refusal, pipelines: Pipelines, data: Path, here: Path, capsys: pytest.CaptureFixture
 ) -> None:
-    monkeypatch.chdir(tmp_path)
     Path("pictures").mkdir()
     Path("pictures", "a.png").touch()
     for name, text in (("lists/prompt", "a"), ("lists/video", "a.mp4"), ("pointer/a", "a")):
@@ -113,14 +90,9 @@ def test_mistakes_end_in_one_line(
 
 
 def test_a_short_run_has_a_shorter_warmup(
-    tmp_path: Path,
-    pipelines: Pipelines,
-    data: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture,
+    here: Path, pipelines: Pipelines, data: Path, capsys: pytest.CaptureFixture
 ) -> None:
     """A tenth of the steps, which a resume keeps, also one that has nothing but the run's folder."""
-    monkeypatch.chdir(tmp_path)
     words = [str(pipelines.path("5b")), "--data", str(data), "--lora", "2", "args.log_interval=1"]
     words += ["args.num_workers=0", "args.lr=0.001", "args.run_folder=run"]
     assert main(["train", *words, "args.train_iters=20", "args.exit_interval=3"]) == 0
@@ -140,10 +112,9 @@ def test_a_short_run_has_a_shorter_warmup(
 
 
 def test_a_run_alone_continues_where_it_is(
-    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+    run: Run, here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
     """It may be moved, and resumed from another folder; changes that were accepted once are refused again."""
-    monkeypatch.chdir(tmp_path)
     run.train("args.run_folder=run", steps=1)
     alone = lambda path, *words: main(["train", "--resume", path, *words])
     assert alone("run", "args.train_iters=2", "--lr", "1e-3", "--accept-changes") == 0
@@ -152,7 +123,7 @@ def test_a_run_alone_continues_where_it_is(
     printed = capsys.readouterr().err
     assert line in printed and "run_folder: " not in printed
     Path("run").rename("moved")
-    (tmp_path / "other").mkdir()
+    (here / "other").mkdir()
     monkeypatch.chdir("other")
     assert alone("../moved", "args.train_iters=3") == 0
     assert Path("../moved/checkpoints/00000003").exists()
@@ -175,21 +146,15 @@ def test_a_run_alone_continues_where_it_is(
 
 
 def test_a_file_of_ones_own_counts_more_than_the_folders(
-    tmp_path: Path,
-    pipelines: Pipelines,
-    data: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture,
+    here: Path, pipelines: Pipelines, data: Path, answer
 ) -> None:
-    monkeypatch.chdir(tmp_path)
     mine = {
         "args": {"lr": 0.003, "save": "elsewhere"},
         "model": {"network_config": {"params": {"num_frames": 9}}},
     }
     Path("mine.yaml").write_text(json.dumps(mine))
     words = ["train", str(pipelines.path("5b")), "--data", str(data), "--out", "runs"]
-    assert main([*words, "--base", "mine.yaml", "--dry-run"]) == 0
-    found = OmegaConf.create(capsys.readouterr().out)
+    found = OmegaConf.create(answer(*words, "--base", "mine.yaml", "--dry-run"))
     params = found.model.network_config.params
     assert (found.args.lr, params.num_frames, found.args.save) == (0.003, 9, "runs")
     assert found.args.load == str(pipelines.path("5b")) and found.args.train_iters == 1000
@@ -208,14 +173,13 @@ def test_a_file_of_ones_own_counts_more_than_the_folders(
     ],
 )
 def test_keys_without_effect_are_named(
-    word: str, line: str, pipelines: Pipelines, data: Path, capsys: pytest.CaptureFixture
+    word: str, line: str, pipelines: Pipelines, data: Path, answer, capsys: pytest.CaptureFixture
 ) -> None:
     """The dry run lists them, and the log of a run has a line for each of the command line."""
     words = ["train", str(pipelines.path("5b")), "--data", str(data)]
     words += word.format(data=data).split()
-    assert main([*words, "--dry-run"]) == 0
     key, _, why = line.partition(": no effect, ")
-    assert f"{key} is accepted and not used: {why}" in capsys.readouterr().out
+    assert f"{key} is accepted and not used: {why}" in answer(*words, "--dry-run")
     request = parse_train(words[1:])
     config = load_config(request.base, request.overrides, settings=request.settings)
     log_unused(config.unused, config.run.sections["args"], config.origins)

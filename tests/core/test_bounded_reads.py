@@ -49,26 +49,24 @@ READS = {
 
 @pytest.mark.parametrize("kind", ODD)
 @pytest.mark.parametrize("read", READS)
-def test_only_regular_files_are_read(tmp_path: Path, monkeypatch, read: str, kind: str) -> None:
-    monkeypatch.chdir(tmp_path)
-    ODD[kind](tmp_path / "x")
+def test_only_regular_files_are_read(here: Path, read: str, kind: str) -> None:
+    ODD[kind](here / "x")
     with bounded(), pytest.raises((OSError, ValueError, BadSample)) as refused:
-        READS[read](tmp_path / "x")
+        READS[read](here / "x")
     assert "\n" not in str(refused.value) and "x" in str(refused.value)
 
 
 @pytest.mark.parametrize("kind", ODD)
-def test_what_may_be_absent_counts_as_absent(tmp_path: Path, monkeypatch, kind: str) -> None:
-    monkeypatch.chdir(tmp_path)
-    path = tmp_path / "x"
+def test_what_may_be_absent_counts_as_absent(here: Path, kind: str) -> None:
+    path = here / "x"
     ODD[kind](path)
     with bounded():
         assert not is_lfs_pointer(path)
         assert not holds_picture(str(path))
         assert hash_file(str(path)).startswith("unreadable-")
         assert [*FileIndex(path).rows()] == []
-        (tmp_path / "run.lock").symlink_to(path)
-        assert not is_held(tmp_path, "process 1")
+        (here / "run.lock").symlink_to(path)
+        assert not is_held(here, "process 1")
 
 
 LARGE = {
@@ -171,16 +169,15 @@ def test_braces_within_braces() -> None:
 
 
 @pytest.mark.parametrize("kind", ODD)
-def test_a_shard_and_its_captions_are_regular_files(tmp_path: Path, monkeypatch, kind: str) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    ODD[kind](tmp_path / "s.tar")
+def test_a_shard_and_its_captions_are_regular_files(here: Path, monkeypatch, kind: str) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(here / "cache"))
+    ODD[kind](here / "s.tar")
     with bounded(), pytest.raises((ValueError, FileNotFoundError), match=r"s\.tar"):
         VideoShards("s.tar", **CLIP)
-    with tarfile.open(tmp_path / "t.tar", "w") as tar:
-        (tmp_path / "0.mp4").write_bytes(b"")
-        tar.add(tmp_path / "0.mp4", "0.mp4")
-    ODD[kind](tmp_path / "t.meta.jsonl")
+    with tarfile.open(here / "t.tar", "w") as tar:
+        (here / "0.mp4").write_bytes(b"")
+        tar.add(here / "0.mp4", "0.mp4")
+    ODD[kind](here / "t.meta.jsonl")
     with bounded(), pytest.raises(ValueError, match=r"t\.meta\.jsonl|without a caption|no caption"):
         VideoShards("t.tar", **CLIP)
 

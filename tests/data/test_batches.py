@@ -108,15 +108,12 @@ def test_bad_samples_are_listed_once(tmp_path):
     assert {line["reason"] for line in lines} == {"broken"}
 
 
-def test_too_many_bad_samples():
+def test_too_many_bad_samples_end_the_run_early():
     bad = tuple(range(0, 60, 5))  # 12 of 60; the limit of 5% is 3
     line = "4/60 videos unreadable (>5%), args.max_bad_fraction=0.05; <...> raise it; first: "
     line += "sample-<...>: broken; sample-<...>: broken; "
     assert_refused(lambda: _read(Latents(60, bad), 30, micro_batch=1, accumulation=4), line)
-
-
-def test_mostly_bad_ends_early():
-    """If most of 10,000 samples are bad, the run must not try 500 of them first."""
+    # If most of 10,000 samples are bad, the run must not try 500 of them first.
     with pytest.raises(ValueError, match=r"1[0-9]/10000 videos unreadable"):
         _read(Latents(10_000, tuple(range(9_000))), 30, micro_batch=1, accumulation=4)
 

@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from unittest.mock import patch
 
@@ -488,29 +489,18 @@ class NoHostReads(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
-def test_no_host_reads_sees_the_stock_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The guard works: DeepSpeed's step with clipping reads the norm."""
-    with pytest.raises(AssertionError, match="reads a tensor on the host"):
-        steps_without_host_reads(Case(clip=0.05), True, monkeypatch)
+CLIPPED = Case(clip=0.05)
+WITHOUT_READS = [
+    CLIPPED,  # by DeepSpeed's step, which reads the norm: the guard works
+    Case(1, clip=0.05, accumulation=3),
+    Case(zero={"contiguous_gradients": False}),
+    Case(dtype="fp16", clip=0.05, fp16={"initial_scale_power": 8}),
+]
 
 
-@pytest.mark.parametrize(
-    "case",
-    [
-        Case(1, clip=0.05, accumulation=3),
-        Case(zero={"contiguous_gradients": False}),
-        Case(dtype="fp16", clip=0.05, fp16={"initial_scale_power": 8}),
-    ],
-    ids=lambda case: case.name,
-)
+@by_case(WITHOUT_READS)
 def test_step_reads_nothing_on_the_host(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
-    steps_without_host_reads(case, False, monkeypatch)
-
-
-def steps_without_host_reads(
-    case: Case, use_stock_step: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Run two steps under NoHostReads, except FusedEmaAdam, which reads CPU tensors."""
+    """Two steps under NoHostReads, except FusedEmaAdam, which reads CPU tensors."""
     update = FusedEmaAdam.step
 
     def update_freely(optimizer: FusedEmaAdam) -> None:
@@ -519,13 +509,15 @@ def steps_without_host_reads(
 
     monkeypatch.setattr(FusedEmaAdam, "step", update_freely)
     start_processes()
-    engine = make(case, use_stock_step)
-    for step in range(2):
-        for i in range(case.accumulation):
-            micro_batch(engine, step, i)
-            with NoHostReads():
-                engine.step(1e-2)
-    assert engine.num_skipped == 0
+    engine = make(case, use_stock_step=case is CLIPPED)
+    reads = pytest.raises(AssertionError, match="reads a tensor on the host")
+    with reads if case is CLIPPED else nullcontext():
+        for step in range(2):
+            for i in range(case.accumulation):
+                micro_batch(engine, step, i)
+                with NoHostReads():
+                    engine.step(1e-2)
+        assert engine.num_skipped == 0
 
 
 # The window of DeepSpeed's default, 1,000 steps, is too long for a test.
@@ -640,45 +632,38 @@ def test_any_order_of_overflows_gives_deepspeeds_scale(hysteresis: int, consecut
 @pytest.mark.parametrize(
     ("make_optimizer", "changes", "reason"),
     [
-        (
-            lambda g, lr: torch.optim.AdamW(g, lr=lr, fused=True),
-            {},
-            "AdamW reads float32 gradients",
-        ),
+        (partial(torch.optim.AdamW, fused=True), {}, "AdamW reads float32 gradients"),
         (FusedEmaAdam, {"offload_optimizer": {"device": "cpu"}}, "the optimizer is offloaded"),
         (FusedEmaAdam, {"compute_grad_norm": False}, "compute_grad_norm is false"),
     ],
     ids=["another optimizer", "offload", "no norm"],
 )
 def test_deepspeeds_step_stays_where_ours_cannot(
-    make_optimizer, changes: dict, reason: str, monkeypatch, caplog
+    make_optimizer, changes: dict, reason: str, monkeypatch, log
 ) -> None:
     monkeypatch.setattr("tests.distributed.test_fused_step.FusedEmaAdam", make_optimizer)
     start_processes()
-    with caplog.at_level("INFO", logger="cogfast"):
-        engine = make(Case(zero=changes), False)
-    assert not engine.is_step_fused
-    assert reason in caplog.text
+    engine = make(Case(zero=changes), False)
+    assert not engine.is_step_fused and reason in log.text
     before = engine.parts[0].detach().clone()
     micro_batch(engine, 0, 0)
     engine.step(1e-2)
     assert not torch.equal(engine.parts[0], before)
 
 
-def test_another_deepspeed_keeps_its_step(monkeypatch, caplog) -> None:
+def test_another_deepspeed_keeps_its_step(monkeypatch, log) -> None:
     """Private names may have changed; the weights are those of our step."""
     weights = []
     for is_known in (True, False):
         if not is_known:
             monkeypatch.setattr(fused_step, "version", lambda name: "0.20.0")
         start_processes()
-        with caplog.at_level("INFO", logger="cogfast"):
-            engine = make(Case(clip=0.05), False)
+        engine = make(Case(clip=0.05), False)
         assert engine.is_step_fused is is_known
         micro_batch(engine, 0, 0)
         engine.step(1e-2)
         weights.append(engine.parts[0].detach().clone())
-    assert caplog.text.count("DeepSpeed 0.20.0 may differ from 0.19.x") == 1
+    assert log.text.count("DeepSpeed 0.20.0 may differ from 0.19.x") == 1
     torch.testing.assert_close(weights[1], weights[0], rtol=1e-5, atol=1e-6)
 
 

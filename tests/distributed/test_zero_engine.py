@@ -92,14 +92,13 @@ def test_expandable_segments_are_the_default_where_the_driver_has_them(
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else str(value),
 )
 def test_long_sums_of_bf16_gradients_are_in_float32(
-    run: Run, arguments: tuple[str, ...], dtype: str | None, caplog
+    run: Run, arguments: tuple[str, ...], dtype: str | None, log
 ) -> None:
     config = run.config("deepspeed.bf16={enabled: true}", *arguments)
-    with caplog.at_level("INFO", logger="cogfast"):
-        section = deepspeed_config(to_dict(config.deepspeed), config.run.args)
+    section = deepspeed_config(to_dict(config.deepspeed), config.run.args)
     found = section.get("data_types") or {}
     assert found.get("grad_accum_dtype") == dtype
-    assert ("accumulated in float32" in caplog.text) == (dtype == "fp32")
+    assert ("accumulated in float32" in log.text) == (dtype == "fp32")
 
 
 def test_long_sums_of_bf16_gradients_are_those_of_stage_2(run: Run, tmp_path: Path, caplog) -> None:
@@ -133,9 +132,8 @@ class OneBadLoss(Trainer):
     bad, num_losses = float("inf"), 0
 
     def compute_loss(self, batch: dict) -> Tensor:
-        self.num_losses += (
-            self.engine.transformer.training
-        )  # not of the second pass after a bad step
+        # Not of the second pass after a bad step
+        self.num_losses += self.engine.transformer.training
         loss = super().compute_loss(batch)
         is_bad = self.num_losses == 4 and self.engine.transformer.training
         return loss + self.bad if is_bad else loss

@@ -273,21 +273,19 @@ def test_an_error_of_a_constructor_names_the_component(tmp_path, monkeypatch):
             instantiate({"target": f"{name}.Part", "params": {"size": 0}}, [name], "data")
 
 
-def test_cogfasts_own_files_are_found_from_any_folder(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def test_cogfasts_own_files_are_found_from_any_folder(here):
     for path in ("sft.yaml", "configs/sft.yaml"):
         assert load_config([path]).origins["args.train_iters"] == "sft.yaml"
         assert load_config([path]).args.train_iters != 3
     # A file of the user's with that name comes first.
-    write(tmp_path, "sft.yaml", "args: {train_iters: 3}")
+    write(here, "sft.yaml", "args: {train_iters: 3}")
     assert load_config(["sft.yaml"]).args.train_iters == 3
     assert load_config(["configs/sft.yaml"]).args.train_iters != 3
 
 
-def test_a_missing_file_has_its_near_names(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    write(tmp_path, "my_run.yaml", "args: {}")
-    paths = ["configs/cogvideox-5b.yaml", str(tmp_path / "sft.yaml"), str(tmp_path / "myrun.yaml")]
+def test_a_missing_file_has_its_near_names(here):
+    write(here, "my_run.yaml", "args: {}")
+    paths = ["configs/cogvideox-5b.yaml", str(here / "sft.yaml"), str(here / "myrun.yaml")]
     with pytest.raises(ValueError) as raised:
         load_config([*paths, "configs/nowhere.yaml"])
     model, other, own, unknown = str(raised.value).splitlines()
@@ -295,5 +293,5 @@ def test_a_missing_file_has_its_near_names(tmp_path, monkeypatch):
         "--base configs/cogvideox-5b.yaml: no such file; did you mean cogvideox_5b.yaml or"
     )
     assert other.endswith("did you mean sft.yaml?")
-    assert own.endswith(f"no such file; did you mean {tmp_path / 'my_run.yaml'}?")
+    assert own.endswith(f"no such file; did you mean {here / 'my_run.yaml'}?")
     assert unknown == "--base configs/nowhere.yaml: no such file; give the path of a YAML file"

@@ -133,10 +133,9 @@ def test_every_family_gives_a_configuration(options, family, training_type):
         assert lora is None
 
 
-def test_each_value_names_its_option(options, capsys):
+def test_each_value_names_its_option(options, answer):
     given = words(options(rank=8, learning_rate=3e-4, train_steps=7, mixed_precision="bf16"))
-    assert main(["finetune", *given, "args.log_interval=3", "--dry-run"]) == 0
-    shown = capsys.readouterr().out
+    shown = answer("finetune", *given, "args.log_interval=3", "--dry-run")
     for value, origin in {
         "r: 8": "--rank",
         "lr: 0.0003": "--learning_rate",
@@ -151,11 +150,9 @@ def test_each_value_names_its_option(options, capsys):
         assert re.search(rf"{value} +# {origin}\n", shown), value
 
 
-def test_the_printed_configuration_is_the_one_of_cogfast_train(options, capsys, tmp_path):
-    given = words(options(train_steps=7))
-    assert main(["finetune", *given, "--dry-run"]) == 0
+def test_the_printed_configuration_is_the_one_of_cogfast_train(options, answer, tmp_path):
     file = tmp_path / "printed.yaml"
-    file.write_text(capsys.readouterr().out)
+    file.write_text(answer("finetune", *words(options(train_steps=7)), "--dry-run"))
     expected = translate(Args(**options(train_steps=7)))
     assert run_of(file).config().to_yaml() == expected.to_yaml()
     assert not (tmp_path / "out").exists()
@@ -241,11 +238,10 @@ def test_lists_that_do_not_fit_end_in_one_line(options, tmp_path, capsys, monkey
     assert_line(line, f"videos.txt has 2 lines and <...>three.txt 3, {fix}")
 
 
-def test_a_plan_is_that_of_the_same_configuration(options, capsys):
+def test_a_plan_is_that_of_the_same_configuration(options, answer, capsys):
     """--plan prints what `cogfast plan` does, and starts nothing."""
     given = words(options())
-    assert main(["finetune", *given, "--plan", "24"]) == 0
-    printed = capsys.readouterr().out
+    printed = answer("finetune", *given, "--plan", "24")
     assert printed == describe_plan(translate(Args(**options())).run, "24")
     assert "24 GiB has 24.0 GiB" in printed
     assert main(["finetune", *given, "--plan", "h1000"]) == 2

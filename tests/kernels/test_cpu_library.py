@@ -182,14 +182,11 @@ def test_a_change_of_any_source_makes_another_library(tmp_path: Path, monkeypatc
     assert len(found) == 1 + len(files) > 10
 
 
-def test_the_doctor_compiles_and_says_where(compiler: Path, monkeypatch, capsys) -> None:
-    assert main(["doctor"]) == 0
-    shown = capsys.readouterr().out
+def test_the_doctor_compiles_and_says_where(compiler: Path, monkeypatch, capsys, answer) -> None:
+    shown = answer("doctor")
     assert "not compiled yet" in shown and "fix: cogfast doctor --build-kernels" in shown
-    assert main(["doctor", "--build-kernels"]) == 0
-    assert capsys.readouterr().out == f"C++ kernels: {library.library_file()}\n"
-    assert main(["doctor"]) == 0
-    assert str(library.library_file()) in capsys.readouterr().out
+    assert answer("doctor", "--build-kernels") == f"C++ kernels: {library.library_file()}\n"
+    assert str(library.library_file()) in answer("doctor")
     monkeypatch.setenv("CXX", "no-such-compiler")
     assert main(["doctor", "--build-kernels"]) == 1
     assert capsys.readouterr().err == (

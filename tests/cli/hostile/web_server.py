@@ -1,18 +1,17 @@
-"""A web server on the loopback that serves a folder under any query, and keeps the requests."""
+"""Web servers on the loopback: of any handler, and one that serves a folder under any query."""
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler, SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 
 class WebServer(ThreadingHTTPServer):
-    """requests: "METHOD path?query" of each. address: without a slash at the end. missing: the status for a file
-    that is not there."""
+    """requests: "METHOD path?query" of each, where the handler keeps them. address: without a slash at the end.
+    missing: the status for a file that is not there."""
 
-    daemon_threads = True
     requests: list[str]
     missing: int
 
@@ -55,12 +54,18 @@ class _Handler(SimpleHTTPRequestHandler):
 
 
 @contextmanager
+def serving(handler: Callable[..., BaseHTTPRequestHandler]) -> Iterator[WebServer]:
+    """Let the handler answer in a thread."""
+    with WebServer(("127.0.0.1", 0), handler) as server:
+        threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
+        try:
+            yield server
+        finally:
+            server.shutdown()
+
+
+@contextmanager
 def web_server(folder: Path, missing: int = 404) -> Iterator[WebServer]:
-    server = WebServer(("127.0.0.1", 0), partial(_Handler, directory=str(folder)))
-    server.requests, server.missing = [], missing
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    try:
+    with serving(partial(_Handler, directory=str(folder))) as server:
+        server.requests, server.missing = [], missing
         yield server
-    finally:
-        server.shutdown()
-        server.server_close()

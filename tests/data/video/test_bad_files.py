@@ -132,9 +132,8 @@ def test_more_frames_than_a_video_has(tmp_path, monkeypatch):
     assert list(reasons) == ["header claims 9 frames; at most 8 are read"] * 2
 
 
-def test_a_name_is_not_taken_for_a_url(tmp_path, monkeypatch):
+def test_a_name_is_not_taken_for_a_url(here):
     """FFmpeg by itself would read a.mp4 for the file name "concat:a.mp4"."""
-    monkeypatch.chdir(tmp_path)
     sat_folder(Path("."), 1)
     os.rename("videos/00.mp4", "a.mp4")
     Path("concat:a.mp4").write_text("no video")

@@ -62,6 +62,7 @@ def folder(tmp_path: Path) -> Path:
 def test_videos_of_evaluations_are_read_on_the_readers_stream(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """A control repeats its last frame."""
     entered = []
     reading = lambda backend: nullcontext(entered.append(backend))
     monkeypatch.setattr("cogfast.data.datasets.on_readers_device", reading)
@@ -69,6 +70,9 @@ def test_videos_of_evaluations_are_read_on_the_readers_stream(
     for name in ("video", "control"):
         data.read_video(name, 1, Bucket(5, 16, 16))
     assert entered == ["auto", "auto"]
+    longer = data.read_video("control", 0, Bucket(17, *SIZE))
+    assert torch.equal(longer[:9], data[0]["control"])
+    assert (longer[9:] == longer[8]).all()
 
 
 def test_every_layout_reads_the_control_as_the_clip(folder: Path) -> None:
@@ -277,13 +281,6 @@ def test_an_identical_control_in_a_shard_is_named(folder: Path) -> None:
     _tar(folder / "same" / "0.tar", {"a.mp4": clip, "a.control.mp4": clip, "a.txt": b"first"})
     reasons = survey(VideoShards([str(folder / "same")], **CLIP)).reasons
     assert "is the clip itself" in reasons[0]
-
-
-def test_an_evaluations_control_repeats_its_last_frame(folder: Path) -> None:
-    data = VideoList(str(folder), **CLIP)
-    longer = data.read_video("control", 0, Bucket(17, *SIZE))
-    assert torch.equal(longer[:9], data[0]["control"])
-    assert (longer[9:] == longer[8]).all()
 
 
 def test_no_first_frames_of_controls_are_kept(folder: Path) -> None:

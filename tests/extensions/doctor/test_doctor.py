@@ -19,13 +19,11 @@ def named(findings: list[doctor.Finding]) -> dict[str, doctor.Finding]:
     return {finding.what: finding for finding in findings}
 
 
-def test_this_machine_can_train(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+def test_this_machine_can_train(tmp_path: Path, answer) -> None:
     """The suite runs here, so training works, and what is found can be compared with the system."""
-    assert main(["doctor", "--folder", str(tmp_path / "runs")]) == 0
-    text = capsys.readouterr().out
+    text = answer("doctor", "--folder", tmp_path / "runs")
     found = named(doctor.examine(tmp_path / "runs"))
-    assert main(["doctor", "--folder", str(tmp_path / "runs"), "--json"]) == 0
-    report = json.loads(capsys.readouterr().out)
+    report = json.loads(answer("doctor", "--folder", tmp_path / "runs", "--json"))
     assert [one["what"] for one in report["findings"]] == list(found)
     assert report["cogfast"] == cogfast.__version__
     assert all(one["status"] == found[one["what"]].status for one in report["findings"])

@@ -152,12 +152,14 @@ def test_unknown_names(made: Path, tmp_path: Path) -> None:
     assert key not in torch.load(tmp_path / "target" / FILE)["module"]
 
 
-def test_a_target_that_is_there(made: Path, tmp_path: Path) -> None:
+def test_a_target_that_is_there_and_a_source_without_an_average(made: Path, tmp_path: Path) -> None:
     target = tmp_path / "target"
     target.mkdir()
     convert(made / "sat", target, "diffusers")  # empty: taken
     line = "target: the target is not empty; give a folder"
     assert_refused(lambda: convert(made / "sat", target, "diffusers"), line)
+    call = lambda: convert(made / "diffusers", tmp_path / "other", "sat", ema=True)
+    assert_refused(call, "has no EMA weights")  # only SAT folders and runs have one
 
 
 def test_a_disk_too_small_is_foreseen(
@@ -204,11 +206,6 @@ def test_options_that_do_not_fit(
     assert line.startswith("cogfast: ")
     assert_line(line, refusal.line)
     assert not target.exists()
-
-
-def test_only_sat_folders_and_runs_have_an_average(made: Path, tmp_path: Path) -> None:
-    call = lambda: convert(made / "diffusers", tmp_path / "target", "sat", ema=True)
-    assert_refused(call, "has no EMA weights")
 
 
 @pytest.mark.parametrize(("to", "limit"), [("sat", 20_000), ("diffusers", 5)])

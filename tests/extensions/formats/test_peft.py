@@ -3,7 +3,6 @@
 import json
 from pathlib import Path
 
-import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
@@ -199,8 +198,8 @@ def test_incomplete_lora_files_are_refused(tmp_path: Path) -> None:
         save_file(state, folder / FILE_NAME)
         assert_refused(lambda: open_peft(folder), line)
     file.write_bytes(file.read_bytes()[:-5])
-    with pytest.raises(ValueError, match=r"pytorch_lora_weights.safetensors: truncated or damaged"):
-        open_peft(folder)
+    line = "pytorch_lora_weights.safetensors: truncated or damaged"
+    assert_refused(lambda: open_peft(folder), line)
     assert_refused(lambda: open_peft(tmp_path), "0 .safetensors files, none named")
     assert_refused(lambda: write_peft(source, folder), "the target is not empty")
 
@@ -241,5 +240,5 @@ def test_a_module_that_the_header_lists_and_two_adapters(tmp_path: Path) -> None
     assert_refused(lambda: open_peft(file), line)
     again = {k.replace("lora_A", "lora_A.second"): t.clone() for k, t in tensors.items()}
     save_file(tensors | again, file)
-    with pytest.raises(ValueError, match="lora_A.* belong to the same linear, .* several adapters"):
-        open_peft(file)
+    line = "lora_A<...> belong to the same linear, <...> several adapters"
+    assert_refused(lambda: open_peft(file), line)

@@ -3,7 +3,6 @@
 import functools
 import http.server
 import os
-import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,6 +11,7 @@ import pytest
 
 from cogfast.extensions.page.page import page_of, write_page
 from cogfast.extensions.page.record import read_run
+from tests.cli.hostile.web_server import serving
 from tests.extensions.page.browser import CHROMIUM, HOW_TO_INSTALL, Browser
 from tests.extensions.page.run_folders import lines, write_run
 
@@ -72,12 +72,8 @@ def page(run: Path) -> Path:
 def server(run: Path) -> Iterator[str]:
     """The address at which a web server has the run's folder."""
     handler = functools.partial(QuietHandler, directory=run)
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
-        thread = threading.Thread(target=server.serve_forever)
-        thread.start()
-        yield f"http://127.0.0.1:{server.server_port}"
-        server.shutdown()
-        thread.join()
+    with serving(handler) as server:
+        yield server.address
 
 
 @pytest.mark.parametrize("how", ["light", "dark", "web server"])

@@ -19,29 +19,25 @@ def write_metrics(run: Path, seed: int = 1) -> Path:
     return run
 
 
-def test_one_run_gets_its_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_one_run_gets_its_page(tmp_path: Path, answer) -> None:
     run = write_metrics(tmp_path / "run")
     checkpoint = run / "checkpoints" / "00000005"
     checkpoint.mkdir(parents=True)
-    assert main(["report", str(checkpoint)]) == 0  # it stands for its run
-    assert capsys.readouterr().out == f"{run / 'index.html'}\n"
+    # It stands for its run.
+    assert answer("report", checkpoint) == f"{run / 'index.html'}\n"
     first = (run / "index.html").read_text()
     assert Page(first).plots() == {"Loss": ["training"]}
     # A page is replaced by the next one.
     with open(run / "metrics.jsonl", "a") as file:
         file.write('{"step": 6, "loss": 0.1, "lr": 0.5}\n')
-    assert main(["report", str(run)]) == 0
+    answer("report", run)
     assert "Learning rate" in Page((run / "index.html").read_text()).plots()
 
 
-def test_several_runs_get_one_page(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    runs = [write_metrics(tmp_path / "a" / "run"), write_metrics(tmp_path / "b" / "run", 2)]
-    monkeypatch.chdir(tmp_path)
-    assert main(["report", *map(str, runs)]) == 0
-    assert capsys.readouterr().out == "report.html\n"
-    page = Page((tmp_path / "report.html").read_text())
+def test_several_runs_get_one_page(here: Path, answer) -> None:
+    runs = [write_metrics(here / "a" / "run"), write_metrics(here / "b" / "run", 2)]
+    assert answer("report", *runs) == "report.html\n"
+    page = Page((here / "report.html").read_text())
     (loss,) = page.data["plots"]
     # Two runs have the same name, so their paths tell them apart.
     assert [line["label"] for line in loss["lines"]] == [str(run) for run in runs]

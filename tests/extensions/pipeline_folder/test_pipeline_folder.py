@@ -3,18 +3,16 @@ leaves out."""
 
 import hashlib
 import json
-import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 
 import pytest
 from huggingface_hub import constants
 from omegaconf import OmegaConf
 
-from cogfast.__main__ import main
 from cogfast.config import Config
 from cogfast.extensions.pipeline_folder.pipeline_folder import (
     fill_from_pipeline,
@@ -24,6 +22,7 @@ from cogfast.extensions.pipeline_folder.pipeline_folder import (
 from cogfast.model.transformer import build_transformer
 from cogfast.model.weights.diffusers import write_diffusers
 from cogfast.train.preflight.check import check_cache, check_train
+from tests.cli.hostile.web_server import serving
 from tests.extensions.formats.test_peft import source_of
 from tests.support.refusals import assert_refused
 from tests.support.runs import Run
@@ -61,13 +60,11 @@ def filled(run: Run) -> Callable[..., Config]:
     return fill
 
 
-def test_a_dry_run_of_training_shows_what_comes_from_the_pipeline(
-    tmp_path: Path, capsys: pytest.CaptureFixture
-) -> None:
+def test_a_dry_run_of_training_shows_what_comes_from_the_pipeline(tmp_path: Path, answer) -> None:
     folder = write_pipeline(tmp_path / "pipeline")
-    files = [str(ROOT / "configs" / f"{name}.yaml") for name in ("cogvideox_5b", "sft")]
-    assert main(["train", "--base", *files, f"args.load={folder}", "--dry-run"]) == 0
-    lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
+    files = [ROOT / "configs" / f"{name}.yaml" for name in ("cogvideox_5b", "sft")]
+    shown = answer("train", "--base", *files, f"args.load={folder}", "--dry-run")
+    lines = [" ".join(line.split()) for line in shown.splitlines()]
     assert f"path: {folder / 'vae'} # {folder}" in lines
     assert f"model_dir: {folder} # {folder}" in lines
     assert "scale_factor: 0.7 # cogvideox_5b.yaml" in lines
@@ -226,7 +223,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_a_model_in_the_cache_becomes_its_folder(
-    run: Run, cache: Path, tmp_path: Path, capsys: pytest.CaptureFixture
+    run: Run, cache: Path, tmp_path: Path, answer
 ) -> None:
     folder = write_snapshot(cache, NEEDED)
     config = run.of_files().config(f"args.load={NAME}").filled(fill_from_pipeline)
@@ -234,9 +231,8 @@ def test_a_model_in_the_cache_becomes_its_folder(
     assert config.origins["args.load"] == f"hub model {NAME}"
     assert config.model.first_stage_config.params.path == str(folder / "vae")
     (tmp_path / "base.yaml").write_text(f"args: {{load: {NAME}, bf16: true}}\n")
-    assert main(["train", "--base", str(tmp_path / "base.yaml"), "--dry-run"]) == 0
-    text = " ".join(capsys.readouterr().out.split())
-    assert f"load: {folder} # hub model {NAME}" in text
+    text = answer("train", "--base", tmp_path / "base.yaml", "--dry-run")
+    assert f"load: {folder} # hub model {NAME}" in " ".join(text.split())
 
 
 def test_every_file_of_the_pipeline_must_be_in_the_cache(cache: Path) -> None:
@@ -254,18 +250,15 @@ def test_every_file_of_the_pipeline_must_be_in_the_cache(cache: Path) -> None:
     assert hub_folder(NAME) == folder
 
 
-def test_hub_ids_and_paths_are_distinguished(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "runs" / "mine").mkdir(parents=True)
+def test_hub_ids_and_paths_are_distinguished(here: Path) -> None:
+    (here / "runs" / "mine").mkdir(parents=True)
     assert is_hub_id("THUDM/CogVideoX1.5-5B-I2V") and is_hub_id("runs/other")
     for name in ("runs/mine", "model", "/a/b", "a/b/c", "./a", "../a", "a/", "a/b c", "a/{b}"):
         assert not is_hub_id(name)
     line = "args.load=a/b--c: no such folder, <...>; correct it <...>, or run"
     assert_refused(lambda: hub_folder("a/b--c"), line)
     # Beside folders that exist, a wrong path is more likely.
-    (tmp_path / "models" / "CogVideoX-5b").mkdir(parents=True)
+    (here / "models" / "CogVideoX-5b").mkdir(parents=True)
     with pytest.raises(ValueError, match=r"; correct it \([^;]*\); did you mean CogVideoX-5b\?$"):
         hub_folder("models/CogVideoX-5B", may_download=False)
     line = "args.load=runs/my: no such folder; give a run or a model that exists"
@@ -321,13 +314,9 @@ def etag(content: bytes) -> str:
 @pytest.fixture
 def hub(cache: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     Hub.requests = []
-    with ThreadingHTTPServer(("127.0.0.1", 0), Hub) as server:
-        thread = threading.Thread(target=server.serve_forever, args=(0.05,))
-        thread.start()
+    with serving(Hub) as server:
         use_hub(monkeypatch, server.server_port)
         yield
-        server.shutdown()
-        thread.join()
 
 
 def use_hub(monkeypatch: pytest.MonkeyPatch, port: int) -> None:

@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from bench.steps.step_models import CONFIG_2B, CONFIG_5B
-from cogfast.__main__ import main
 from cogfast.core.live_bytes import LiveBytes
 from cogfast.extensions.plan import ladder, out_of_memory
 from cogfast.extensions.plan.encoders import Encoders
@@ -100,30 +99,28 @@ def test_more_gpus_come_last() -> None:
 
 
 @pytest.mark.soak
-def test_nothing_fits(capsys: pytest.CaptureFixture) -> None:
+def test_nothing_fits(answer) -> None:
     found = fitted(2, CACHED)
     assert not found.plan.fits
     words = ["--gpu", "2", "args.train_data=[clips]", "args.fit=auto", CACHED]
-    assert main(STOCK.command(*words, name="plan")) == 0
-    assert "it does not fit" in (text := capsys.readouterr().out)
+    text = answer(*STOCK.command(*words, name="plan"))
+    assert "it does not fit" in text
     assert "No change that is tried makes it fit" in text and "args.fit=auto" not in text
 
 
-def test_the_plan_names_the_changes(capsys: pytest.CaptureFixture) -> None:
+def test_the_plan_names_the_changes(answer) -> None:
     words = ["--gpu", "40", "args.train_data=[clips]", CACHED, NONE]
-    assert main(STOCK.command(*words, name="plan")) == 0
-    assert "\n  args.activation_checkpointing=auto\n" in capsys.readouterr().out
-    assert main(STOCK.command(*words, "args.fit=auto", name="plan")) == 0
-    printed = capsys.readouterr().out
+    shown = answer(*STOCK.command(*words, name="plan"))
+    assert "\n  args.activation_checkpointing=auto\n" in shown
+    printed = answer(*STOCK.command(*words, "args.fit=auto", name="plan"))
     assert "it fits." in printed
     assert "args.fit=auto: args.activation_checkpointing=auto\n" in printed
 
 
-def test_a_model_that_does_not_fit_has_a_way(capsys: pytest.CaptureFixture) -> None:
+def test_a_model_that_does_not_fit_has_a_way(answer) -> None:
     """Full training of 5B on one H100, clips encoded in each step."""
-    files = [str(FILES[0]), str(FILES[2])]
-    assert main(["plan", "--base", *files, "--gpu", "h100-80", "args.train_data=[clips]"]) == 0
-    printed = capsys.readouterr().out
+    words = ("--base", FILES[0], FILES[2], "--gpu", "h100-80", "args.train_data=[clips]")
+    printed = answer("plan", *words)
     assert "it does not fit" in printed and "This makes it fit (" in printed
     assert parse_gpu("h100-80")[1] == int(79.1 * GIB)
     assert parse_gpu("24")[1] == 24 * GIB

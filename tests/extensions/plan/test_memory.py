@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 from omegaconf import OmegaConf
 
-from cogfast.__main__ import main
 from cogfast.config import Config
 from cogfast.extensions.plan.memory import GIB, plan_memory, setup_of
 from cogfast.extensions.plan.text import describe_plan
@@ -148,20 +147,19 @@ def test_wrong_words(refusal: Refusal, capsys: pytest.CaptureFixture) -> None:
     assert_command_refused(capsys, plan_command(*refusal.words), refusal.line)
 
 
-def test_a_tight_card_is_named(capsys: pytest.CaptureFixture) -> None:
+def test_a_tight_card_is_named(answer) -> None:
     """5B keeps a bf16 gradient of each of its 5,570.3 M trained numbers: 10.4 GiB."""
     step = plan_of("_5b", *CACHED).step_peak / GIB
     shown = {}
     for free in (1, 9, 12):  # GiB beside the peak
-        assert main(plan_command("--gpu", str((step + free) / 0.96), *CACHED)) == 0
-        shown[free] = "It is tight: gaps" in (text := capsys.readouterr().out)
+        text = answer(*plan_command("--gpu", str((step + free) / 0.96), *CACHED))
+        shown[free] = "It is tight: gaps" in text
         assert not shown[free] or "up to 10.4 GiB more" in text
     assert shown == {1: True, 9: True, 12: False}
 
 
-def test_without_a_gpu_the_peak_stands_alone(capsys: pytest.CaptureFixture) -> None:
-    assert main(plan_command()) == 0
-    assert "There is no GPU here to compare with; --gpu NAME" in capsys.readouterr().out
+def test_without_a_gpu_the_peak_stands_alone(answer) -> None:
+    assert "There is no GPU here to compare with; --gpu NAME" in answer(*plan_command())
 
 
 def test_the_largest_step_counts_with_its_number_of_pictures() -> None:

@@ -5,9 +5,8 @@ import hashlib
 import json
 import os
 import shutil
-import threading
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 
 import pytest
@@ -17,6 +16,7 @@ from safetensors.torch import load_file
 
 from cogfast.__main__ import main
 from cogfast.model.weights.checkpoint_manifest import read_manifest, write_manifest
+from tests.cli.hostile.web_server import serving
 from tests.support.runs import Run
 from tests.support.tiny_run import read_run_weights
 
@@ -110,15 +110,12 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Hub]]:
 
     state = {"objects": {}, "files": {}, "puts": [], "created": [], "refuses": []}
     handler = type("OneHub", (Hub,), state)
-    server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
-    threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
-    monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{server.server_port}")
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
     monkeypatch.setenv("HF_TOKEN", "hf_test")
-    yield handler
-    server.shutdown()
-    server.server_close()
+    with serving(handler) as server:
+        monkeypatch.setattr(constants, "ENDPOINT", server.address)
+        yield handler
 
 
 @pytest.fixture(scope="module")

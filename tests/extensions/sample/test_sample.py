@@ -114,8 +114,8 @@ def test_prompts_of_a_file_with_images(
     assert not torch.allclose(one[1], two[1], rtol=0, atol=1e-3)
 
 
-def test_a_folder_with_samples_is_not_written_into(
-    tmp_path: Path, runs: dict[str, Path], capsys: pytest.CaptureFixture
+def test_a_folder_with_samples_or_that_cannot_be_written_is_refused(
+    tmp_path: Path, runs: dict[str, Path], capsys: pytest.CaptureFixture, monkeypatch
 ) -> None:
     """Their prompts, settings and sheet would be those of the last call only."""
     words = ["sample", str(runs["5b"]), "--out", str(tmp_path), LATENTS, "--prompt"]
@@ -131,6 +131,10 @@ def test_a_folder_with_samples_is_not_written_into(
         ("s3://b/x", "--out: 's3://b/x' must be a path of this machine"),
     ):
         assert_command_refused(capsys, [*words[:2], "--out", out, "--prompt", "a bar"], line)
+    monkeypatch.setattr(os, "access", lambda path, mode: False)
+    line = f"{tmp_path} cannot be written; give another folder with --out"
+    words = [*words[:2], "--out", tmp_path / "a" / "b", "--prompt", "a"]
+    assert_command_refused(capsys, words, line)
 
 
 def test_ema_and_plain_weights_differ(tmp_path: Path, runs: dict[str, Path]) -> None:
@@ -339,16 +343,3 @@ def test_fixed_frames_of_the_sampler_are_refused(
     assert_command_refused(capsys, words, line)
     evaluated = fast.into(tmp_path).with_words(word, "args.eval_at_end=true")
     assert_refused(lambda: evaluated.train(steps=1), line)
-
-
-def test_a_folder_that_cannot_be_written_ends_before_sampling(
-    tmp_path: Path,
-    runs: dict[str, Path],
-    capsys: pytest.CaptureFixture,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(os, "access", lambda path, mode: False)
-    words = ["sample", runs["5b"], "--out", tmp_path / "a" / "b", "--prompt", "a"]
-    assert_command_refused(
-        capsys, words, f"{tmp_path} cannot be written; give another folder with --out"
-    )

@@ -83,13 +83,10 @@ def test_a_negative_prompt_is_diffusers(pipelines: Pipelines, tmp_path: Path) ->
     assert (settings["num_steps"], settings["num_frames"]) == (STEPS, 9)
 
 
-def test_a_pipeline_takes_every_plain_option(
-    pipelines: Pipelines, capsys: pytest.CaptureFixture
-) -> None:
+def test_a_pipeline_takes_every_plain_option(pipelines: Pipelines, answer) -> None:
     """Its folder sets keys of its own, as the command line does."""
     words = ["--steps", "7", "--guidance", "2", "--num-videos", "3", "--frames", "9"]
-    assert main(["sample", str(pipelines.path("5b")), "--dry-run", *words]) == 0
-    rows = capsys.readouterr().out.splitlines()
+    rows = answer("sample", pipelines.path("5b"), "--dry-run", *words).splitlines()
     for flag in words[::2]:
         assert any(row.endswith(f"# {flag}") for row in rows), flag
 

@@ -97,22 +97,18 @@ def test_a_negative_prompt_needs_guidance():
 
     check(config)
     check(load().filled(SamplingFlags(guidance=1.0).settings))
-    with pytest.raises(ValueError, match=r"args.negative_prompt='blurry' .* give --guidance 6"):
-        check(config.filled(SamplingFlags(guidance=1.0).settings))
+    line = "args.negative_prompt='blurry' <...> give --guidance 6"
+    assert_refused(lambda: check(config.filled(SamplingFlags(guidance=1.0).settings)), line)
 
 
-def test_an_option_and_its_key_on_one_command_line_are_refused():
+def test_options_that_a_configuration_cannot_take_are_refused():
     config = load("cogvideox_5b", "args.sampling_num_frames=3")
     line = "--frames and args.sampling_num_frames on the command line set"
     assert_refused(lambda: config.filled(SamplingFlags(frames=9).settings), line)
-
-
-def test_a_guider_without_a_scale_is_refused():
-    config = load()
     node = {"target": "mine.Guider", "params": {"strength": 2}}
     OmegaConf.update(config.model, "sampler_config.params.guider_config", node, merge=False)
-    with pytest.raises(ValueError, match="--guidance 3: mine.Guider has no param scale"):
-        config.filled(SamplingFlags(guidance=3.0).settings)
+    line = "--guidance 3: mine.Guider has no param scale"
+    assert_refused(lambda: config.filled(SamplingFlags(guidance=3.0).settings), line)
 
 
 def parsed(tmp_path: Path, *words: str):
@@ -136,8 +132,8 @@ def test_wrong_values_are_named(refusal: Refusal, tmp_path: Path) -> None:
 
 
 def test_a_size_that_does_not_fit_is_named_as_it_was_typed() -> None:
-    with pytest.raises(ValueError, match=r"^--size=33x48: rows must be a multiple of 16 and"):
-        load().filled(SamplingFlags(size=(33, 48)).settings)
+    line = "^--size=33x48: rows must be a multiple of 16 and"
+    assert_refused(lambda: load().filled(SamplingFlags(size=(33, 48)).settings), line)
     config = load().filled(SamplingFlags(size=(480, 720), fps=8).settings)
     assert (config.args.sampling_image_size, config.args.sampling_fps) == ([480, 720], 8)
     assert config.origins["args.sampling_image_size"] == "--size"

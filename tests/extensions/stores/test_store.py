@@ -10,7 +10,7 @@ import threading
 import time
 import urllib.request
 from functools import partial
-from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from http.server import SimpleHTTPRequestHandler
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -23,6 +23,7 @@ from cogfast.extensions.stores.keys import parse_cache
 from cogfast.extensions.stores.mirror import copy_of, named_by_urls, url_of
 from cogfast.extensions.stores.store import StoreError, local_copy
 from cogfast.extensions.stores.store_errors import diagnosis
+from tests.cli.hostile.web_server import serving
 from tests.support.refusals import assert_refused, refusals
 from tests.support.s3_server import Fault, S3Server
 
@@ -54,9 +55,10 @@ def test_a_wrong_setting_is_not_tried_again(server, refusal, monkeypatch):
 
 
 CALLS = [store.find, store.list_folder, store.stat, store.exists, store.read]
+CALLS += [lambda url: store.create(url, b""), lambda url: store.write(url, b"")]
 
 
-@pytest.mark.parametrize("call", [*CALLS, lambda url: store.create(url, b"")])
+@pytest.mark.parametrize("call", CALLS)
 def test_a_missing_bucket_is_one_line(server, call):
     line = "^s3://no-such-bucket/x: no such bucket; create it, or correct"
     assert_refused(lambda: call("s3://no-such-bucket/x"), line, StoreError)
@@ -65,6 +67,7 @@ def test_a_missing_bucket_is_one_line(server, call):
 def test_addresses_that_no_package_or_server_takes():
     line = "Install adlfs <...>; install the package for its scheme (docs/data.md"
     assert_refused(lambda: store.find("abfs://c@a/x"), line, StoreError)
+    assert_refused(lambda: store.read("nosuchscheme://x/y"), "install the package", StoreError)
     line = "a web server is only read; write to s3://, gs:// or a folder"
     assert_refused(lambda: store.write("https://127.0.0.1/x", b""), line, StoreError)
 
@@ -134,9 +137,8 @@ def test_an_unknown_host_is_named_without_the_request(server, monkeypatch):
     host = "no.such.host.invalid:9000"
     monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://{host}")
     S3FileSystem.clear_instance_cache()
-    text = f'endpoint URL: "http://{host}"; .*AWS_ENDPOINT_URL and the network'
-    with pytest.raises(StoreError, match=text):
-        store.list_folder("s3://data/clips")
+    line = f'endpoint URL: "http://{host}"; <...>AWS_ENDPOINT_URL and the network'
+    assert_refused(lambda: store.list_folder("s3://data/clips"), line, StoreError)
     S3FileSystem.clear_instance_cache()
 
 
@@ -189,10 +191,8 @@ def test_web_servers(server, tmp_path):
     (tmp_path / "chunked").mkdir()
     for name in ("0", "1", "2", "3", "chunked/0"):
         (tmp_path / name).write_bytes(b"old")
-    web = ThreadingHTTPServer(("127.0.0.1", 0), partial(_Web, directory=str(tmp_path)))
-    threading.Thread(target=web.serve_forever, daemon=True).start()
-    url = f"http://127.0.0.1:{web.server_port}"
-    try:
+    with serving(partial(_Web, directory=str(tmp_path))) as web:
+        url = web.address
         found = store.stats([f"{url}/{n}" for n in range(5)])
         assert [*found] == [f"{url}/{n}" for n in range(4)]
         # links, and `chunked/` is none of a file
@@ -201,18 +201,13 @@ def test_web_servers(server, tmp_path):
         assert Path(copy_of(f"{url}/0")).read_bytes() == b"old"
         (tmp_path / "1").write_bytes(b"new")
         os.utime(tmp_path / "1", (0, 0))
-        with pytest.raises(StoreError, match="changed since"):
-            local_copy(f"{url}/1", found[f"{url}/1"].version)
+        version = found[f"{url}/1"].version
+        assert_refused(lambda: local_copy(f"{url}/1", version), "changed since", StoreError)
         assert local_copy(f"{url}/1").read_bytes() == b"new"
         assert_refused(lambda: store.stat(f"{url}/chunked/0"), "does not tell its size", StoreError)
-    finally:
-        web.shutdown()
 
 
-def test_without_credentials_and_bucket(server, monkeypatch):
-    with pytest.raises(StoreError, match="no such bucket; create it"):
-        store.write("s3://no-such-bucket/x", b"")
-    assert_refused(lambda: store.read("nosuchscheme://x/y"), "install the package", StoreError)
+def test_without_credentials(server):
     script = "from cogfast.extensions.stores import store; store.read('s3://bucket-0/x')"
     given = {k: v for k, v in os.environ.items() if not k.startswith("AWS")}
     given |= {"AWS_EC2_METADATA_DISABLED": "true", "HOME": "/nonexistent"}

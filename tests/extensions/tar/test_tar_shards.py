@@ -92,12 +92,11 @@ def test_the_index_of_a_relative_name_is_that_of_its_file(tmp_path, monkeypatch)
     assert found == ["a", "b"]
 
 
-def test_a_folder_however_it_is_written(tmp_path, monkeypatch):
+def test_a_folder_however_it_is_written(here):
     for name in ("shards/a.tar", "shards/.old/b.tar"):
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).touch()
-    monkeypatch.chdir(tmp_path)
-    for folder in ("shards", "./shards", "./shards/", "shards/.", ".", "./", str(tmp_path)):
+        (here / name).parent.mkdir(exist_ok=True)
+        (here / name).touch()
+    for folder in ("shards", "./shards", "./shards/", "shards/.", ".", "./", str(here)):
         assert [name.rpartition("/")[2] for name in shards_of(folder)] == ["a.tar"]
 
 
@@ -269,13 +268,12 @@ def test_sizes_beyond_the_end(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["pipe:touch made", "|touch made", "x.tar;touch made", "-x.tar"])
-def test_a_name_runs_no_command(name, tmp_path, monkeypatch):
+def test_a_name_runs_no_command(name, here):
     """webdataset runs the text after pipe: in a shell."""
-    monkeypatch.chdir(tmp_path)
     with pytest.raises(ValueError, match="the shard cannot be read|no folder touch made"):
         VideoShards([name], **CLIP)
-    assert not list(tmp_path.iterdir())
-    for chained in ("simplecache::file:///x.tar", f"zip://x.tar::file://{tmp_path}/x.zip"):
+    assert not list(here.iterdir())
+    for chained in ("simplecache::file:///x.tar", f"zip://x.tar::file://{here}/x.zip"):
         with pytest.raises(ValueError, match="a shard's name must not contain ::; rename it"):
             VideoShards([chained], **CLIP)
 

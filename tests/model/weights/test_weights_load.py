@@ -82,8 +82,8 @@ def test_another_family_is_named(refusal: Refusal, tmp_path: Path) -> None:
 
 def test_another_size_is_named(tmp_path: Path) -> None:
     save_sat(tmp_path, {"module": sat_state(tiny("5b", num_layers=3))})
-    with pytest.raises(ValueError, match="3 blocks of width 128, the config num_layers=2"):
-        load_transformer(tiny("5b"), tmp_path)
+    line = "3 blocks of width 128, the config num_layers=2"
+    assert_refused(lambda: load_transformer(tiny("5b"), tmp_path), line)
 
 
 def test_the_fixed_table_is_computed_for_another_video_size(tmp_path: Path) -> None:
@@ -111,26 +111,21 @@ def test_missing_tensors_are_listed(tmp_path: Path) -> None:
     for key in gone:
         del state[key]
     save_sat(tmp_path, {"module": state})
-    message = (
-        r"8 tensors of the model are not in the checkpoint, first blocks.0.fc1.bias, .*, \.\.\."
-    )
-    with pytest.raises(ValueError, match=message) as error:
-        load_transformer(tiny("5b"), tmp_path)
-    assert str(error.value).count("blocks.") == 5
+    line = "8 tensors of the model are not in the checkpoint, first blocks.0.fc1.bias, <...>, ..."
+    text = assert_refused(lambda: load_transformer(tiny("5b"), tmp_path), line)
+    assert text.count("blocks.") == 5
     assert len(load_transformer(tiny("5b"), tmp_path, allow_missing=True).missing) == 8
 
 
 def test_folders_that_are_none(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="nowhere: no such folder; set args.load"):
-        load_transformer(tiny("5b"), tmp_path / "nowhere")
-    line = "has no mp_rank_00_model_states.pt of SAT, <...> check its name"
-    assert_refused(lambda: load_transformer(tiny("5b"), tmp_path), line)
+    read = lambda: load_transformer(tiny("5b"), tmp_path)
+    line = "nowhere: no such folder; set args.load"
+    assert_refused(lambda: load_transformer(tiny("5b"), tmp_path / "nowhere"), line)
+    assert_refused(read, "has no mp_rank_00_model_states.pt of SAT, <...> check its name")
     save_sat(tmp_path, {"module": sat_state(tiny("5b"))}, latest=None)
-    line = "has no mp_rank_00<...>; check its name, write 7 into its file latest"
-    assert_refused(lambda: load_transformer(tiny("5b"), tmp_path), line)
+    assert_refused(read, "has no mp_rank_00<...>; check its name, write 7 into its file latest")
     (tmp_path / "latest").write_text("8")
-    with pytest.raises(ValueError, match="8: has no mp_rank_00_model_states"):
-        load_transformer(tiny("5b"), tmp_path)
+    assert_refused(read, "8: has no mp_rank_00_model_states")
     load_transformer(tiny("5b"), tmp_path / "7")  # an iteration's folder is a checkpoint too
 
 
@@ -205,19 +200,19 @@ def test_a_run_and_its_average(tmp_path: Path) -> None:
 
 
 def test_config_refuses_what_cannot_be_built() -> None:
-    with pytest.raises(ValueError, match="num_attention_heads=3 must divide hidden_size=128"):
-        replace(FAMILY["5b"], num_attention_heads=3)
-    with pytest.raises(ValueError, match="heads=8: a rotary head needs a multiple of 16"):
-        replace(FAMILY["5b"], num_attention_heads=16)
-    with pytest.raises(ValueError, match="ofs_embed_dim=32 must equal time_embed_dim=64"):
-        replace(FAMILY["1.5_5b_i2v"], ofs_embed_dim=32)
+    for family, sizes, line in (
+        ("5b", {"num_attention_heads": 3}, "num_attention_heads=3 must divide hidden_size=128"),
+        ("5b", {"num_attention_heads": 16}, "heads=8: a rotary head needs a multiple of 16"),
+        ("1.5_5b_i2v", {"ofs_embed_dim": 32}, "ofs_embed_dim=32 must equal time_embed_dim=64"),
+    ):
+        assert_refused(lambda f=family, s=sizes: replace(FAMILY[f], **s), line)
 
 
 def test_bf16_weights_do_not_go_into_fp16_unasked(tmp_path: Path) -> None:
     saved, loaded = tiny("5b", seed=1).bfloat16(), tiny("5b", seed=2).half()
     folder = save_sat(tmp_path, {"module": sat_state(saved)})
-    with pytest.raises(ValueError, match=r"has bf16 weights, .* number is 65504.*force_train"):
-        load_transformer(loaded, folder)
+    line = "has bf16 weights, <...> number is 65504<...>force_train"
+    assert_refused(lambda: load_transformer(loaded, folder), line)
     load_transformer(loaded, folder, allow_missing=True)
     assert torch.equal(loaded.output.weight, saved.output.weight.half())
     load_transformer(tiny("5b", seed=3).bfloat16(), folder)

@@ -51,9 +51,10 @@ def run_forked(
 
 
 def start_ranks(
-    program: Sequence[str], processes: int, port: int, output: str
+    program: Sequence[str], processes: int, port: int, output: Path | str
 ) -> list[BaseProcess]:
     """Start `python PROGRAM` as ranks that append to the file `output`."""
+    Path(output).touch()
     ranks: list[BaseProcess] = []
     # The server starts with the first rank and imports from the current folder.
     with contextlib.chdir(ROOT):
@@ -193,7 +194,7 @@ def _run(program: Sequence[str]) -> int:
 
 
 def _be_rank(
-    program: Sequence[str], environment: Mapping[str, str], output: str, leads: bool = False
+    program: Sequence[str], environment: Mapping[str, str], output: Path | str, leads: bool = False
 ) -> None:
     """Run the program in the forked process, with the environment and the output of its launch."""
     if leads:

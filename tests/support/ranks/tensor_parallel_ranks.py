@@ -71,7 +71,7 @@ def run_golden(golden: Path, group: ParallelGroup) -> dict[str, Tensor]:
     """Return the output of SAT's files of two ranks, of which each process reads its own shard."""
     with torch.device("meta"):
         transformer = build_transformer(run_of(golden / "t2v_5b" / "config.yaml").config().model)
-    share_of(transformer, group, golden / "t2v_5b_mp2")
+    share_of(transformer, group, golden / "t2v_5b")
     io = load_file(golden / "t2v_5b" / "io.safetensors")
     with torch.no_grad():
         output = transformer(io["x"].transpose(1, 2), io["timesteps"], io["context"])

@@ -269,7 +269,9 @@ def test_the_loss_scale_is_saved_and_loaded(run: Run, monkeypatch: pytest.Monkey
     assert loaded == [scale]
 
 
-def test_another_optimizer_and_another_model_are_refused(run: Run) -> None:
+def test_another_optimizer_and_another_model_are_refused_and_other_data_logged(
+    run: Run, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     run.train(steps=2)
     cases = {
         "deepspeed.optimizer.type=AdamW": "its optimizer is FusedEmaAdam, whose state does not fit AdamW",
@@ -277,12 +279,6 @@ def test_another_optimizer_and_another_model_are_refused(run: Run) -> None:
     }
     for word, line in cases.items():
         assert_refused(lambda word=word: run.resume("args.accept_changes=true", word), line)
-
-
-def test_another_number_of_samples_is_logged(
-    run: Run, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    run.train(steps=2)
     more = write_clips(tmp_path / "data", num_clips=7)
     run.trainer(f"args.train_data=[{more}]", "args.resume=latest")
     assert "the data set has changed (7 samples, before 6)" in caplog.text

@@ -87,8 +87,13 @@ def flipped_bits(folder: Path, draw: random.Random, number: int) -> Iterator[tup
         yield from ((path, place) for place in places)
 
 
-def check_flipped_bits(good: Path, folder: Path, seed: int, number: int) -> None:
-    copy = copy_of(good, folder)
+@pytest.mark.parametrize(
+    ("seed", "number"), [(0, 5), pytest.param(1, 1000, marks=pytest.mark.soak)]
+)
+def test_flipped_bits_are_refused_wherever_they_are(
+    good: Path, tmp_path: Path, seed: int, number: int
+) -> None:
+    copy = copy_of(good, tmp_path)
     old, new = copy / "checkpoints" / "00000002", copy / "checkpoints" / "00000004"
     read_weights(new)
     for path, place in flipped_bits(new, random.Random(seed), number):
@@ -98,15 +103,6 @@ def check_flipped_bits(good: Path, folder: Path, seed: int, number: int) -> None
         assert_refused(lambda: read_weights(new), line)
         flip_bit(path, place)
     read_weights(new)
-
-
-def test_a_flipped_bit_is_refused_wherever_it_is(good: Path, tmp_path: Path) -> None:
-    check_flipped_bits(good, tmp_path, seed=0, number=5)
-
-
-@pytest.mark.soak
-def test_many_flipped_bits_are_refused(good: Path, tmp_path: Path) -> None:
-    check_flipped_bits(good, tmp_path, seed=1, number=1000)
 
 
 def test_a_resume_refuses_a_flipped_bit_of_a_tensor(run: Run, good: Path, tmp_path: Path) -> None:

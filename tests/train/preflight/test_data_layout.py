@@ -45,20 +45,21 @@ def test_the_layout_follows_from_the_path(run: Run, source: str, layout: str) ->
     assert train.settings.skip_frms_num == 3
 
 
-def test_a_source_of_several_layouts_is_refused(run: Run) -> None:
-    config = run.config(f"args.train_data=[{run.data / 'both'}]")
+def test_sources_of_several_layouts_are_refused(run: Run, data: Path) -> None:
     target = "data.target=cogfast.data.datasets."
-    line = (
-        "args.train_data=<...>both: has the layouts of several data sets; set "
-        f"{target}VideoManifest or {target}VideoList$"
-    )
-    assert_refused(lambda: config.filled(infer_layout), line)
-
-
-def test_sources_that_no_class_can_read_together_are_refused(run: Run, data: Path) -> None:
-    config = run.config(f"args.train_data=[{data / 'clips.csv'},{data / 'lists'}]")
-    line = f"several: {data}/clips.csv (VideoManifest), {data}/lists (VideoList); list all clips in one m"
-    assert_refused(lambda: config.filled(infer_layout), line)
+    for sources, line in (
+        (
+            f"{data}/both",
+            "args.train_data=<...>both: has the layouts of several data sets; set "
+            f"{target}VideoManifest or {target}VideoList$",
+        ),
+        (
+            f"{data}/clips.csv,{data}/lists",
+            f"several: {data}/clips.csv (VideoManifest), {data}/lists (VideoList); list all clips in one m",
+        ),
+    ):
+        config = run.config(f"args.train_data=[{sources}]")
+        assert_refused(lambda config=config: config.filled(infer_layout), line)
 
 
 def test_a_layout_that_is_not_read_is_logged(

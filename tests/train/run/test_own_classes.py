@@ -84,25 +84,14 @@ def mine(run: Run, name: str = "Mine") -> Run:
     return replace(run, kind=getattr(importlib.import_module("mine_trainer"), name))
 
 
-NONE = ("mine_parts", "")
 ADVICE = "; change it back, or resume anyway with args.accept_changes=true"
+OF_TRAINER = "trainer: the code of mine_trainer.Mine has changed"
+# {module that changes, or none: the line that refuses the resume}
 CHANGES = {
-    "without the trainer": (False, NONE, "trainer: mine_trainer.Mine -> cogfast's own"),
-    "trainer": (
-        True,
-        ("mine_trainer", "x = 1\n"),
-        "trainer: the code of mine_trainer.Mine has changed",
-    ),
-    "its base": (
-        True,
-        ("mine_base", "x = 1\n"),
-        "trainer: the code of mine_trainer.Mine has changed",
-    ),
-    "a component": (
-        True,
-        ("mine_parts", "x = 1\n"),
-        "model.loss_fn_config: the code of mine_parts.Loss has changed",
-    ),
+    None: "trainer: mine_trainer.Mine -> cogfast's own",
+    "mine_trainer": OF_TRAINER,
+    "mine_base": OF_TRAINER,
+    "mine_parts": "model.loss_fn_config: the code of mine_parts.Loss has changed",
 }
 
 
@@ -112,13 +101,12 @@ def begun(run: Run, edit: Edit) -> Run:
     return mine(own).train(steps=1)
 
 
-@pytest.mark.parametrize("what", CHANGES)
+@pytest.mark.parametrize(("module", "line"), CHANGES.items())
 def test_a_resumed_run_has_the_code_that_was_saved(
-    begun: Run, edit: Edit, what: str, caplog: pytest.LogCaptureFixture
+    begun: Run, edit: Edit, module: str | None, line: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    is_mine, change, line = CHANGES[what]
-    edit(*change)
-    now = mine(begun) if is_mine else replace(begun, kind=Trainer)
+    edit(module or "mine_parts", "x = 1\n" if module else "")
+    now = mine(begun) if module else replace(begun, kind=Trainer)
     assert_refused(lambda: now.resume(steps=2), f"checkpoint's: {line}{ADVICE}")
     assert now.resume("args.accept_changes=true", steps=2).last.step == 2
     assert "the configuration has changed: " in caplog.text and line in caplog.text
