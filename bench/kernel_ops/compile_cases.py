@@ -250,20 +250,20 @@ def gelu_cases() -> list[CompileCase]:
     ):
         # 18 programs per multiprocessor forward; 12 backward, 10 in fp32.
         backward_registers = 96 if dtype == "fp32" else 80
-        for direction, kernel, launch, max_registers in (
-            ("forward", gelu.gelu_fwd_kernel, gelu.FORWARD_LAUNCH, 56),
-            ("backward", gelu.gelu_bwd_kernel, gelu.BACKWARD_LAUNCH, backward_registers),
+        for direction, kernel, max_registers in (
+            ("forward", gelu.gelu_fwd_kernel, 56),
+            ("backward", gelu.gelu_bwd_kernel, backward_registers),
         ):
             cases.append(
                 _case(
                     f"{direction} {name}",
                     kernel,
-                    {"N": n, "BLOCK_ROWS": launch.rows, "BLOCK_COLUMNS": launch.columns},
+                    {"N": n, "BLOCK_ROWS": gelu.ROWS, "BLOCK_COLUMNS": gelu.COLUMNS},
                     dtype,
                     absent=absent,
-                    num_warps=launch.num_warps,
+                    num_warps=gelu.NUM_WARPS,
                     max_registers=max_registers,
-                    max_shared_bytes=launch.columns * 4,  # threads exchange the sums once
+                    max_shared_bytes=gelu.COLUMNS * 4,  # threads exchange the sums once
                     narrow_loads=0,
                     narrow_stores=0,
                 )
@@ -292,7 +292,7 @@ def add_low_rank_cases() -> list[CompileCase]:
         ("5B fp16", 3072, 128, "fp16", 3, (0, 1, 2)),
         ("5B fp32", 3072, 128, "fp32", 3, (0, 1, 2)),
     ):
-        launch = lora.LAUNCH_FP32 if dtype == "fp32" else lora.LAUNCH
+        side = lora.SIDE_FP32 if dtype == "fp32" else lora.SIDE
         parts = ("MATRIX_OF_FIRST", "MATRIX_OF_SECOND", "MATRIX_OF_THIRD")
         constants = {
             "N": n,
@@ -300,9 +300,9 @@ def add_low_rank_cases() -> list[CompileCase]:
             "NUM_PARTS": num_parts,
             "NUM_MATRICES": sum(number >= 0 for number in matrices),
             **dict(zip(parts, matrices, strict=True)),
-            "BLOCK_ROWS": launch.rows,
-            "BLOCK_COLUMNS": launch.columns,
-            "BLOCK_RANK": max(16, min(rank, launch.rank_bytes // (4 if dtype == "fp32" else 2))),
+            "BLOCK_ROWS": side,
+            "BLOCK_COLUMNS": side,
+            "BLOCK_RANK": max(16, min(rank, lora.RANK_BYTES // (4 if dtype == "fp32" else 2))),
         }
         cases.append(
             _case(
@@ -310,8 +310,8 @@ def add_low_rank_cases() -> list[CompileCase]:
                 lora.add_low_rank_kernel,
                 constants,
                 dtype,
-                num_warps=launch.num_warps,
-                num_stages=launch.num_stages,
+                num_warps=lora.NUM_WARPS,
+                num_stages=lora.NUM_STAGES,
                 max_registers=128,
                 max_shared_bytes=65_536,
                 narrow_loads=0,

@@ -4,8 +4,6 @@ An entry of y takes 2 r FLOPs and 4 bytes of HBM in bf16: at r = 128 an H100's t
 quarter of the time that its memory does. An H100 reaches 67% of its copy rate forward.
 """
 
-from dataclasses import dataclass
-
 import torch
 import triton.language as tl
 from torch import Tensor
@@ -83,21 +81,11 @@ def add_low_rank_kernel(
     tl.store(y_ptr + offset, total.to(y_ptr.dtype.element_ty), mask=inside)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class AddLowRankLaunch:
-    """Tile and warps of a launch. rank_bytes: of a row of low that is read at a time."""
-
-    rows: int
-    columns: int
-    num_warps: int
-    rank_bytes: int = 128
-    num_stages: int = 2
-
-
 # 64 KB of shared memory and at most 128 registers a thread let a multiprocessor of an H100 hold two
 # programs. A larger tile spills registers in float32, whose products take no tensor cores.
-LAUNCH = AddLowRankLaunch(rows=128, columns=128, num_warps=8)
-LAUNCH_FP32 = AddLowRankLaunch(rows=64, columns=64, num_warps=8)
+SIDE, SIDE_FP32 = 128, 64  # of a square tile
+NUM_WARPS, NUM_STAGES = 8, 2
+RANK_BYTES = 128  # of a row of low that is read at a time
 _LEAST = 16  # tl.dot's smallest inner dimension
 
 
@@ -105,7 +93,7 @@ def launch(
     x: Tensor, low: Tensor, matrices: list[Tensor], parts: list[int], num_parts: int, scaling: float
 ) -> Tensor:
     """Return y [.., N] from x [.., N], low [.., P r] and the P matrices [N / num_parts, r]."""
-    launch = LAUNCH_FP32 if x.dtype == torch.float32 else LAUNCH
+    side = SIDE_FP32 if x.dtype == torch.float32 else SIDE
     x, low = x.contiguous(), low.contiguous()
     y = torch.empty_like(x)
     if not x.numel():
@@ -115,8 +103,8 @@ def launch(
     contiguous = [matrix.contiguous() for matrix in matrices]
     number_of = {part: number for number, part in enumerate(parts)}
     first, second, third = (number_of.get(part, -1) for part in range(_MOST_PARTS))
-    block_rank = min(next_power_of_2(rank), launch.rank_bytes // x.element_size())
-    grid = (cdiv(rows, launch.rows) * num_parts * cdiv(n, launch.columns),)
+    block_rank = min(next_power_of_2(rank), RANK_BYTES // x.element_size())
+    grid = (cdiv(rows, side) * num_parts * cdiv(n, side),)
     add_low_rank_kernel[grid](
         x,
         low,
@@ -133,10 +121,10 @@ def launch(
         MATRIX_OF_FIRST=first,
         MATRIX_OF_SECOND=second,
         MATRIX_OF_THIRD=third,
-        BLOCK_ROWS=launch.rows,
-        BLOCK_COLUMNS=launch.columns,
+        BLOCK_ROWS=side,
+        BLOCK_COLUMNS=side,
         BLOCK_RANK=max(_LEAST, block_rank),
-        num_warps=launch.num_warps,
-        num_stages=launch.num_stages,
+        num_warps=NUM_WARPS,
+        num_stages=NUM_STAGES,
     )
     return y

@@ -25,10 +25,10 @@ BLOCK = 1024  # elements of a program
 NUM_WARPS = 8  # four elements per thread: float32 and bf16 streams have one layout
 STEP_BLOCK = 128  # tensors whose updates one program of the first kernel counts
 
-# Columns of the table [num_tensors, 16] int64: one cache line per tensor.
-_P, _G, _M, _V, _SHADOW, _COPY, _STEP = (tl.constexpr(column) for column in range(7))
-_NUMEL, _FIRST_BLOCK = tl.constexpr(7), tl.constexpr(8)
-_LARGEST_M, _LARGEST_V = tl.constexpr(9), tl.constexpr(10)
+# Columns of the table [num_tensors, 16] int64, one cache line per tensor: addresses in the order of
+# AdamStreams, then the length and the first block.
+_P, _G, _M, _V, _SHADOW, _COPY = (tl.constexpr(column) for column in range(6))
+_LARGEST_M, _LARGEST_V, _STEP, _NUMEL, _FIRST_BLOCK = (tl.constexpr(n) for n in range(6, 11))
 _COLUMNS = tl.constexpr(16)
 # Columns of the factors [num_tensors, 4] float32.
 _STEP_SIZE, _ROOT_FACTOR, _EMA_WEIGHT, _DECAY = (tl.constexpr(column) for column in range(4))
@@ -355,12 +355,8 @@ class TensorTable:
 
     def hold(self, tensors: Sequence[AdamStreams]) -> None:
         """Fill the table with `tensors`, which have the same streams, dtypes and device."""
-        # Addresses in the order of the table's columns; 0 stands for a stream that is not there.
-        streams = [
-            (t.p, t.g, t.m, t.v, t.shadow, t.copy, t.step, t.largest_m, t.largest_v)
-            for t in tensors
-        ]
-        rows = [[0 if x is None else x.data_ptr() for x in tensor] for tensor in streams]
+        # 0 stands for a stream that is not there.
+        rows = [[0 if x is None else x.data_ptr() for x in streams] for streams in tensors]
         lengths = [t.p.numel() for t in tensors]
         # The usual step: PyTorch's allocator gave the gradients the same addresses again.
         if rows == self.rows and lengths == self.lengths:
@@ -376,12 +372,8 @@ class TensorTable:
             )
             self.factors = torch.empty(len(rows), _FACTORS.value, device=device)
         table = torch.zeros(len(rows), _COLUMNS.value, dtype=torch.int64)
-        table[:, :11] = torch.tensor(
-            [
-                [*row[:7], n, first, *row[7:]]
-                for row, n, first in zip(rows, lengths, first_blocks, strict=True)
-            ]
-        )
+        places = zip(rows, lengths, first_blocks, strict=True)
+        table[:, :11] = torch.tensor([[*row, n, first] for row, n, first in places])
         self.table = _upload(table, device)
         self.rows, self.lengths = rows, lengths
         self.dtypes = tensors[0].dtypes
@@ -439,7 +431,10 @@ def launch_ema_adam(
     if not tensors.num_blocks:
         return
     assert tensors.dtypes is not None, "hold() sets the dtypes"
-    p_type, g_type, copy_type = (None if d is None else _triton_type(d) for d in tensors.dtypes)
+    p_type, g_type, copy_type = (
+        None if dtype is None else getattr(tl, str(dtype).removeprefix("torch."))
+        for dtype in tensors.dtypes
+    )
     ema_adam_kernel[(tensors.num_blocks,)](
         tensors.table,
         tensors.tensor_of_block,
@@ -467,7 +462,3 @@ def launch_average(shadow: Tensor, p: Tensor, weight: Tensor) -> None:
     n = shadow.numel()
     assert n < 2**31, f"{n} elements: the kernel's offsets are int32"
     average_kernel[(cdiv(n, BLOCK),)](shadow, p, weight, n, BLOCK=BLOCK, num_warps=4)
-
-
-def _triton_type(dtype: torch.dtype) -> object:
-    return getattr(tl, str(dtype).removeprefix("torch."))

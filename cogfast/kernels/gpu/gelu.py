@@ -10,8 +10,6 @@ its copy rate.
 # pyright: reportPossiblyUnboundVariable=false
 # A kernel's flags are compile-time constants, so a name is bound wherever it is read.
 
-from dataclasses import dataclass
-
 import torch
 import triton.language as tl
 from torch import Tensor
@@ -134,44 +132,32 @@ def gelu_dbias_kernel(
     tl.store(dbias_ptr + column, dbias, mask=column < N)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class GeluLaunch:
-    """Tile and warps of a launch.
-
-    columns = 256 num_warps gives a thread eight bf16 columns, 16 bytes, in every row.
-    """
-
-    rows: int
-    columns: int
-    num_warps: int
-    programs: int = 0  # per multiprocessor, in backward
-
-
-FORWARD_LAUNCH = GeluLaunch(rows=4, columns=512, num_warps=2)
-# All programs of backward must be resident at once. 72 registers (float32: 96) let a multiprocessor
-# hold 14 (10) programs of two warps. On an H100, 10 x 132 programs divide evenly by 2B's 15 blocks
-# of columns and by 5B's 24.
-BACKWARD_LAUNCH = GeluLaunch(rows=4, columns=512, num_warps=2, programs=10)
+# Tile and warps of both launches: 256 columns a warp give a thread 16 bytes of bf16 in every row.
+ROWS, COLUMNS, NUM_WARPS = 4, 512, 2
+# Programs of backward per multiprocessor, which must all be resident at once. 72 registers (float32: 96)
+# let a multiprocessor hold 14 (10) programs of two warps. On an H100, 10 x 132 programs divide evenly by
+# 2B's 15 blocks of columns and by 5B's 24.
+BACKWARD_PROGRAMS = 10
 
 
 def launch_forward(x: Tensor, bias: Tensor | None) -> Tensor:
     """Return y [.., N] from x [.., N] and bias [N]."""
-    x, launch = x.contiguous(), FORWARD_LAUNCH
+    x = x.contiguous()
     y = torch.empty_like(x)
     if not x.numel():
         return y
     n = x.shape[-1]
     rows = x.numel() // n
-    grid = (cdiv(rows, launch.rows) * cdiv(n, launch.columns),)
+    grid = (cdiv(rows, ROWS) * cdiv(n, COLUMNS),)
     gelu_fwd_kernel[grid](
         x,
         bias,
         y,
         rows,
         N=n,
-        BLOCK_ROWS=launch.rows,
-        BLOCK_COLUMNS=launch.columns,
-        num_warps=launch.num_warps,
+        BLOCK_ROWS=ROWS,
+        BLOCK_COLUMNS=COLUMNS,
+        num_warps=NUM_WARPS,
     )
     return y
 
@@ -183,16 +169,16 @@ def launch_backward(
 
     dy, x: [.., N]. bias: [N] or None.
     """
-    dy, x, launch = dy.contiguous(), x.contiguous(), BACKWARD_LAUNCH
+    dy, x = dy.contiguous(), x.contiguous()
     dx = torch.empty_like(x)
     n = x.shape[-1]
     if not x.numel():
         return dx, x.new_zeros(n if needs_dbias else 0)
     dbias = x.new_empty(n if needs_dbias else 0)
     rows = x.numel() // n
-    num_blocks = cdiv(n, launch.columns)
-    num_programs = num_backward_multiprocessors(x.device) * launch.programs // num_blocks
-    num_programs = max(1, min(num_programs, cdiv(rows, launch.rows)))
+    num_blocks = cdiv(n, COLUMNS)
+    num_programs = num_backward_multiprocessors(x.device) * BACKWARD_PROGRAMS // num_blocks
+    num_programs = max(1, min(num_programs, cdiv(rows, ROWS)))
     partial = None
     if needs_dbias:
         partial = torch.empty(num_programs, n, dtype=torch.float32, device=x.device)
@@ -204,9 +190,9 @@ def launch_backward(
         partial,
         rows,
         N=n,
-        BLOCK_ROWS=launch.rows,
-        BLOCK_COLUMNS=launch.columns,
-        num_warps=launch.num_warps,
+        BLOCK_ROWS=ROWS,
+        BLOCK_COLUMNS=COLUMNS,
+        num_warps=NUM_WARPS,
     )
     if needs_dbias:
         gelu_dbias_kernel[(cdiv(n, 64),)](
