@@ -9,8 +9,9 @@ from cogfast.core.keys import After, Batch, Keys, Model, Range
 Precision = Literal["bf16", "fp16", "fp32"]
 
 
-class LayoutKeys(Keys):
-    """Samples of a step, and the ranks that share them and the model."""
+class EngineKeys(Keys):
+    """Samples of a step, the ranks that share them and the model, and the dtype: what DeepSpeed's section
+    depends on."""
 
     batch_size: Annotated[Batch, After("max_bad_fraction")] = 1
     """samples per rank and micro-batch, the same as deepspeed.train_micro_batch_size_per_gpu;
@@ -30,10 +31,6 @@ class LayoutKeys(Keys):
     """what ZeRO partitions over the ranks: optimizer state (1), gradients (2), weights (3). The
     same as deepspeed.zero_optimization.stage"""
 
-
-class PrecisionKeys(Keys):
-    """dtype of weights and activations."""
-
     bf16: Annotated[bool, After("force_train")] = False
     """weights and activations in bfloat16, the same as deepspeed.bf16.enabled"""
     fp16: bool = False
@@ -43,10 +40,6 @@ class PrecisionKeys(Keys):
     def precision(self) -> Precision:
         """dtype of weights and activations."""
         return "bf16" if self.bf16 else "fp16" if self.fp16 else "fp32"
-
-
-class EngineKeys(LayoutKeys, PrecisionKeys):
-    """Keys of args on which DeepSpeed's section depends."""
 
 
 class DataTypes(Model):
