@@ -29,8 +29,6 @@ _NUMPY_TYPES: list[Any] = [_reconstruct, np.ndarray, np.dtype, type(np.dtype(np.
 _INDEX = keys({"weight_map": InsideNames})
 _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _DTYPE_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
-# The size of a safetensors file: the default limit of diffusers and transformers, 5 GB
-MOST_BYTES = 5 * 10**9
 _SPARE_BYTES = 64 << 20  # of disk space: headers, config files, what other processes write
 # Bytes of a tensor whose rows share numbers: a file of a few bytes must not fill the memory.
 _MOST_EXPANDED = 2**28
@@ -221,31 +219,24 @@ def _files_of(folder: Path, kind: str) -> list[Path]:
 
 
 def write_safetensors_folder(
-    folder: Path, tensors: Sequence[Outgoing], most_bytes: int = MOST_BYTES
+    folder: Path, tensors: Sequence[Outgoing], most_bytes: int = 5 * 10**9
 ) -> None:
     """Write diffusers' file of weights, or several with an index. No file is larger than most_bytes unless
-    one tensor is."""
-    stem = "diffusion_pytorch_model"
-    # Greedy and in order, as diffusers and transformers divide their files.
-    files: list[list[Outgoing]] = [[]]
-    size = 0
-    for tensor in tensors:
-        if files[-1] and size + tensor.nbytes > most_bytes:
-            files.append([])
-            size = 0
-        files[-1].append(tensor)
-        size += tensor.nbytes
-    if len(files) == 1:
-        write_safetensors(folder / f"{stem}.safetensors", tensors)
-        return
-    weight_map = {}
-    for i, held in enumerate(files, start=1):
-        name = f"{stem}-{i:05d}-of-{len(files):05d}.safetensors"
-        write_safetensors(folder / name, held)
-        weight_map |= dict.fromkeys((tensor.name for tensor in held), name)
-    total = {"total_size": sum(tensor.nbytes for tensor in tensors)}
-    index = {"metadata": total, "weight_map": weight_map}
-    write_json(folder / f"{stem}.safetensors.index.json", index)
+    one tensor is; the default is that of diffusers and transformers."""
+    from huggingface_hub import split_state_dict_into_shards_factory  # not in a start's imports
+
+    named = {tensor.name: tensor for tensor in tensors}
+    split = split_state_dict_into_shards_factory(
+        named,
+        get_storage_size=lambda tensor: tensor.nbytes,
+        filename_pattern="diffusion_pytorch_model{suffix}.safetensors",
+        max_shard_size=most_bytes,
+    )
+    for file, names in split.filename_to_tensors.items():
+        write_safetensors(folder / file, [named[name] for name in names])
+    if split.is_sharded:
+        index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
+        write_json(folder / "diffusion_pytorch_model.safetensors.index.json", index)
 
 
 def write_safetensors(
