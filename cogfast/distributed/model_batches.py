@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -68,9 +68,9 @@ class ModelBatches(AbstractContextManager["ModelBatches"]):
         batch, error = ({}, None) if loader is None else attempt(lambda: read(loader))
         # The others wait in a collective: an error must reach them in place of the batch.
         message = None if error is None else f"{type(error).__name__}: {error}"
-        # First the shapes: the other ranks allocate before they receive.
+        # First the shapes and dtypes: the other ranks allocate before they receive.
         outline = {
-            key: _Outline(value.shape, value.dtype) if isinstance(value, Tensor) else value
+            key: value.to("meta") if isinstance(value, Tensor) else value
             for key, value in (batch or {}).items()
         }
         outline, message = groups.broadcast_in_model((outline, message))
@@ -82,7 +82,7 @@ class ModelBatches(AbstractContextManager["ModelBatches"]):
         return to_device(sent, groups.device)
 
     def _send(self, value: Any, outline: object) -> object:
-        if not isinstance(outline, _Outline):
+        if not isinstance(outline, Tensor):
             return outline
         device = self.groups.device
         if value is None:
@@ -91,10 +91,3 @@ class ModelBatches(AbstractContextManager["ModelBatches"]):
         # Send its bytes, in place: gloo does not support every dtype.
         self.groups.broadcast_tensor_in_model(value.flatten().view(torch.uint8))
         return value
-
-
-class _Outline(NamedTuple):
-    """Shape and dtype of a tensor, sent in its place with the other values of a batch."""
-
-    shape: torch.Size
-    dtype: torch.dtype

@@ -226,11 +226,8 @@ class Family:
     @classmethod
     def of_config(cls, config: TransformerConfig) -> Family:
         is_rotary, has_ofs = config.position == "rotary", config.ofs_embed_dim is not None
-        has_table, channels = (
-            is_rotary and config.learnable_position,
-            (config.in_channels, config.out_channels),
-        )
-        return cls(is_rotary, has_table, has_ofs, config.patch_size, *channels)
+        has_table, patch = is_rotary and config.learnable_position, config.patch_size
+        return cls(is_rotary, has_table, has_ofs, patch, config.in_channels, config.out_channels)
 
     @property
     def has_image_part(self) -> bool:

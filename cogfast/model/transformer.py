@@ -330,13 +330,11 @@ def build_transformer(
     requires_grad by `not_trainable_prefixes`, `trainable_modules` and `lora_train`. Under
     `torch.device("meta")` no memory is allocated. allow_import: packages whose classes it may name."""
     node = model_section["network_config"]
-    kind = network_class(node.get("target", NETWORKS[0]), allow_import)
-    arguments = transformer_arguments(node["params"])
-    transformer = assemble_transformer(TransformerConfig(**arguments), seed, kind)
-    prefixes = model_section.get("not_trainable_prefixes", DEFAULT_FROZEN_PREFIXES)
-    is_lora_only = bool(model_section.get("lora_train", False))
-    freeze(transformer, prefixes, is_lora_only, model_section.get("trainable_modules"))
-    return transformer
+    target = node.get("target", NETWORKS[0])
+    config = TransformerConfig(**transformer_arguments(node["params"]))
+    names = ("not_trainable_prefixes", "lora_train", "trainable_modules")
+    keys = ModelKeys().changed(**{n: model_section[n] for n in names if n in model_section})
+    return Network(network_class(target, allow_import), config, target, keys).build(seed)
 
 
 def network_class(path: str, allow_import: Sequence[str]) -> type[DiffusionTransformer]:
