@@ -44,15 +44,10 @@ _MOST_SECONDS = 600  # of one command; all of them take half a minute on two cor
 
 def cache_folder() -> Path:
     """Return the folder of the compiled libraries: in the user's cache, or where no other user can put one."""
-    return _private(user_cache() / "kernels")
-
-
-@cache
-def _private(folder: Path) -> Path:
-    if is_private(folder):
-        return folder
-    own = own_temporary()
-    return own if is_private(own) else Path(_temporary().name)
+    folder = user_cache() / "kernels"
+    if not is_private(folder):
+        folder = own_temporary()
+    return folder if is_private(folder) else Path(_temporary().name)
 
 
 def library_file() -> Path:

@@ -21,12 +21,10 @@ _INTERPRETED_PROGRAMS, _INTERPRETED_SHARED_BYTES = 5, 99 * 1024
 
 
 def cdiv(a: int, b: int) -> int:
-    """Return a / b, rounded up."""
-    return -(-a // b)  # triton.cdiv wraps its arguments first
+    return -(-a // b)  # rounded up; triton.cdiv wraps its arguments first
 
 
 def next_power_of_2(n: int) -> int:
-    """Return the smallest power of two that is at least n."""
     return 1 << (n - 1).bit_length()
 
 
