@@ -27,8 +27,9 @@ from cogfast.extensions.conditions.inpainting import (
     noised_masked_pixels,
     random_masks,
 )
+from cogfast.extensions.formats.image_scale import scale_of
 from cogfast.model.autoencoder import FirstStage, Moments
-from cogfast.model.keys import Condition
+from cogfast.model.keys import ModelKeys
 from cogfast.model.text_encoder import TextEncoder
 from cogfast.train.frozen_encoders import FrozenEncoders, join_moments
 
@@ -36,44 +37,34 @@ from cogfast.train.frozen_encoders import FrozenEncoders, join_moments
 class Encoder(FrozenEncoders):
     """Encodes the batches of one transformer with its frozen encoders.
 
-    build_first_stage, build_text_encoder, shared: see FrozenEncoders. image_scale: the scale factor of image
-    latents; None: scale_factor. patch: latent frames are padded to whole patches. latent_input: the batch's
-    "mp4" holds unscaled latents [B, T, C, h, w].
-    conditions: names of model.conditions. image: the first frame is encoded to image latents, followed by
-    zeros or, with image_on_all_frames, repeated, and of a picture all are zeros; control: a video is
-    encoded as the clip; frames: given_frames of the clip are encoded to their places, and of a picture all
-    are zeros; mask and masked_video: a mask, drawn if the batch has none, and the clip without what it
-    covers, to which masked_video_noise adds noise. *_dropout:
-    fraction of samples whose image latents, other conditions or text embeddings are replaced by zeros.
-    tensors: names of data.params.tensors, which the network gets as the batch has them.
+    build_first_stage, build_text_encoder, shared: see FrozenEncoders. model: with latent_input, the batch's
+    "mp4" holds unscaled latents [B, T, C, h, w]. Its conditions: image: the first frame is encoded to image
+    latents, followed by zeros or, with noised_image_all_concat, repeated, and of a picture all are zeros;
+    control: a video is encoded as the clip; frames: given_frames of the clip are encoded to their places, and
+    of a picture all are zeros; mask and masked_video: a mask, drawn if the batch has none, and the clip
+    without what it covers, to which masked_video_noise adds noise. patch: latent frames are padded to whole
+    patches. text_dropout: fraction of samples whose text embeddings are replaced by zeros; those of
+    conditions are the model's. tensors: names of data.params.tensors, which the network gets as the batch
+    has them.
     """
 
     def __init__(
         self,
         build_first_stage: Callable[[], FirstStage | None],
         build_text_encoder: Callable[[], TextEncoder | None],
-        *,
-        scale_factor: float,
-        image_scale: float | None = None,
+        model: ModelKeys,
         patch: PatchSize,
-        latent_input: bool = False,
-        conditions: Sequence[Condition] = (),
-        image_on_all_frames: bool = False,
-        given_frames: GivenFrames | None = None,
-        masked_video_noise: bool = False,
-        image_dropout: float = 0.0,
-        condition_dropout: float = 0.0,
+        *,
         text_dropout: float = 0.0,
         tensors: Sequence[str] = (),
         **shared: Any,
     ) -> None:
-        super().__init__(build_first_stage, build_text_encoder, scale_factor, **shared)
-        self.patch, self.latent_input = patch, latent_input
-        self.image_scale = scale_factor if image_scale is None else image_scale
-        self.conditions, self.image_on_all_frames = tuple(conditions), image_on_all_frames
-        self.given_frames, self.masked_video_noise = given_frames, masked_video_noise
-        self.dropouts = dict.fromkeys(conditions, condition_dropout) | {"image": image_dropout}
-        self.text_dropout, self.tensors = text_dropout, tuple(tensors)
+        super().__init__(build_first_stage, build_text_encoder, model, **shared)
+        self.patch, self.conditions, self.tensors = patch, model.inputs, tensors
+        self.image_scale = scale_of(model.image_latent_scale, model.scale_factor)
+        self.given_frames = GivenFrames.parse(model.given_frames)
+        self.dropouts = dict.fromkeys(model.inputs, model.condition_dropout)
+        self.dropouts["image"], self.text_dropout = model.noised_image_dropout, text_dropout
 
     @property
     def image_input(self) -> bool:
@@ -99,7 +90,7 @@ class Encoder(FrozenEncoders):
             self.choose_for(batch["mp4"].transpose(1, 2))
 
     def _has_pixels(self, batch: dict) -> bool:
-        return not (self.latent_input or {"encoded_videos", "latent_mean"} & batch.keys())
+        return not (self.model.latent_input or {"encoded_videos", "latent_mean"} & batch.keys())
 
     @torch.no_grad()
     def __call__(
@@ -172,7 +163,7 @@ class Encoder(FrozenEncoders):
             if key in batch:
                 return num_pixel_frames(batch[key].shape[2])
         frames = batch["mp4"].shape[1]
-        return num_pixel_frames(frames) if self.latent_input else frames
+        return num_pixel_frames(frames) if self.model.latent_input else frames
 
     def _latents(self, batch: dict, rng: SlotRandom) -> tuple[Tensor | None, Tensor]:
         if "encoded_videos" in batch:
@@ -182,7 +173,7 @@ class Encoder(FrozenEncoders):
             return None, self._sample(moments, rng, "first_stage", self.scale_factor)
         # [B, 3, F, H, W]: the only permute from file to network
         pixels = batch["mp4"].transpose(1, 2)
-        if self.latent_input:
+        if self.model.latent_input:
             return None, pixels.float() * self.scale_factor
         return pixels, self.encode_clips(pixels, rng)
 
@@ -313,7 +304,7 @@ class Encoder(FrozenEncoders):
         else:
             masks = random_masks(*pixels.shape[2:], rng=rng)
         masked = masked_pixels(pixels, masks)
-        if self.masked_video_noise:
+        if self.model.masked_video_noise:
             masked = noised_masked_pixels(masked, rng)
         latents = self.encode_video(masked, rng, "masked_video_first_stage")
         return drop_wholly_masked(self._with_mask(masks, latents), masks, rng)
@@ -328,7 +319,7 @@ class Encoder(FrozenEncoders):
         """Encode clips [B, 3, F, H, W] in [-1, 1] and masks [B, 1, F, H, W] for sampling, as VideoX-Fun's
         pipeline: [B, 1 + C, T, h, w], padded to whole patches."""
         masked = masked_pixels(pixels, masks)
-        if self.masked_video_noise:
+        if self.model.masked_video_noise:
             masked = noised_masked_pixels(masked, rng, SAMPLING_STRENGTH)
         latents = self.encode_moments(masked).mean.float() * self.scale_factor
         latents = self._with_mask(masks, self._broadcast_within_model(latents))
@@ -343,7 +334,7 @@ class Encoder(FrozenEncoders):
 
     def pad_to_frames(self, image: Tensor, num_frames: int) -> Tensor:
         """Extend image latents [B, C, 1, h, w] to `num_frames` latent frames [B, C, T, h, w]."""
-        if self.image_on_all_frames:
+        if self.model.noised_image_all_concat:
             return image.expand(-1, -1, num_frames, -1, -1)
         return torch.nn.functional.pad(image, (0, 0, 0, 0, 0, num_frames - 1))
 

@@ -15,6 +15,7 @@ from cogfast.core.shapes import num_latent_frames
 from cogfast.core.slot_random import SlotRandom
 from cogfast.extensions.memory.host_memory import HostWeights
 from cogfast.model.autoencoder import FirstStage, Moments
+from cogfast.model.keys import ModelKeys
 from cogfast.model.text_encoder import TextEncoder
 
 
@@ -50,23 +51,20 @@ _no_choice = lambda stage, clips: None  # how the first stage encodes stays as i
 class FrozenEncoders:
     """A video autoencoder (first stage) and a text encoder, built on first use.
 
-    build_first_stage, build_text_encoder: build the frozen modules on the device. scale_factor: latents =
-    scale_factor * sample of the first stage. samples_at_a_time: of a call of the first stage.
-    before_clips: called before clips [B, 3, F, H, W] are encoded, and before
-    single frames only if they are samples; chooses how the first stage encodes clips. broadcast_within_model: makes the
-    encoders' outputs bitwise equal on all ranks of a tensor-parallel group. overrides: used for clips and
-    captions of training data, and not for first frames and prompts that are sampled. device: where the
-    modules' weights are while a method here uses them, and on a GPU may leave; None: they stay.
-    is_brief: they leave after each use.
+    build_first_stage, build_text_encoder: build the frozen modules on the device. before_clips: called before
+    clips [B, 3, F, H, W] are encoded, and before single frames only if they are samples; chooses how the first
+    stage encodes clips. broadcast_within_model: makes the encoders' outputs bitwise equal on all ranks of a
+    tensor-parallel group. overrides: used for clips and captions of training data, and not for first frames
+    and prompts that are sampled. device: where the modules' weights are while a method here uses them, and on
+    a GPU may leave; None: they stay. is_brief: they leave after each use.
     """
 
     def __init__(
         self,
         build_first_stage: Callable[[], FirstStage | None],
         build_text_encoder: Callable[[], TextEncoder | None],
-        scale_factor: float,
+        model: ModelKeys,
         *,
-        samples_at_a_time: int | None = None,
         before_clips: Callable[[FirstStage, Tensor], None] = _no_choice,
         broadcast_within_model: Callable[[Tensor], Tensor] = _unchanged,
         overrides: EncodeOverrides = NO_OVERRIDES,
@@ -76,7 +74,7 @@ class FrozenEncoders:
         self._build_first_stage, self._build_text_encoder = build_first_stage, build_text_encoder
         self._first_stage: FirstStage | None = None
         self._text_encoder: TextEncoder | None = None
-        self.scale_factor, self.samples_at_a_time = scale_factor, samples_at_a_time
+        self.model, self.scale_factor = model, model.scale_factor
         self._before_clips = before_clips
         self._broadcast_within_model = broadcast_within_model
         self.overrides = overrides
@@ -199,7 +197,7 @@ class FrozenEncoders:
             if pixels.shape[2] > 1:
                 self._before_clips(self.first_stage, pixels)
             # Smaller calls need less memory. They do not change how a clip is encoded.
-            parts = pixels.split(self.samples_at_a_time or len(pixels))
+            parts = pixels.split(self.model.en_and_decode_n_samples_a_time or len(pixels))
             moments = [self.first_stage.encode(part.to(dtype)) for part in parts]
             return join_moments(moments, torch.cat)
 
@@ -223,7 +221,7 @@ class FrozenEncoders:
         surplus = latents.shape[2] - num_latent_frames(num_frames)
         with self._leaving():
             latents = (latents[:, :, surplus:] / self.scale_factor).to(_dtype(self.first_stage))
-            parts = latents.split(self.samples_at_a_time or len(latents))
+            parts = latents.split(self.model.en_and_decode_n_samples_a_time or len(latents))
             return torch.cat([self.first_stage.decode(part).float() for part in parts])
 
 
