@@ -206,8 +206,6 @@ class Encoder:
 
     def scale_image(self, latents: Tensor) -> Tensor:
         """Return image latents for latents of the data, which have scale_factor."""
-        if self.image_scale == self.scale_factor:
-            return latents.float()
         return latents.float() * (self.image_scale / self.scale_factor)
 
     @torch.no_grad()
