@@ -42,10 +42,6 @@ class Component:
         """Return the dotted key of a param."""
         return f"{self.key}.params.{name}"
 
-    def problem(self, name: str, text: str) -> KeyProblem:
-        """Return the error that `text` describes of a param. The caller raises it."""
-        return KeyProblem(self.named(name), text)
-
 
 def is_none(node: Mapping | None) -> bool:
     """Return whether a component is left out of the configuration."""

@@ -15,7 +15,7 @@ import re
 import stat
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -269,33 +269,17 @@ def sync(path: Path) -> None:
         os.close(descriptor)
 
 
-class ChecksumFile:
-    """A new file whose bytes are hashed while they are written, so the disk is not read again.
-
-    When the `with` block ends, the file is on the disk.
-    """
-
-    def __init__(self, path: Path) -> None:
-        self._path, self._hash = path, xxhash.xxh3_64()
-
-    def __enter__(self) -> ChecksumFile:
-        self._file: BinaryIO = open_own(self._path, "wb")  # closed by __exit__
-        return self
-
-    def write(self, data: bytes | memoryview) -> None:
-        self._hash.update(data)
-        self._file.write(data)
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        with self._file:
-            # After an error the file is unfinished, and the caller deletes it.
-            if error is None:
-                self._file.flush()
-                os.fsync(self._file.fileno())
-
-    @property
-    def checksum(self) -> str:
-        return self._hash.hexdigest()
+def write_hashed(path: Path, parts: Iterable[bytes | memoryview]) -> str:
+    """Write a new file to the disk, and return its checksum. The bytes are hashed while they are written, so that
+    the disk is not read again."""
+    made = xxhash.xxh3_64()
+    with open_own(path, "wb") as file:  # after an error it is unfinished, and the caller deletes it
+        for part in parts:
+            made.update(part)
+            file.write(part)
+        file.flush()
+        os.fsync(file.fileno())
+    return made.hexdigest()
 
 
 def checksum_of(path: Path) -> str:

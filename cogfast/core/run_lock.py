@@ -13,7 +13,7 @@ import os
 import platform
 import threading
 import time
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 
 import cogfast.extensions.stores.store as store
@@ -30,7 +30,7 @@ _SETTLING = 1.0  # seconds in which another process may write the object, too
 _MOST_BYTES = 255
 
 
-class RunLock:
+class RunLock(AbstractContextManager["RunLock"]):
     """Lets no other run train in a folder until its `with` block or this process ends.
 
     ValueError if another process does; it names the process and its machine. is_new: no run has been
@@ -63,9 +63,6 @@ class RunLock:
             self._file.write(f"{self.holder}\n")
             self._file.flush()
             os.fsync(self._file.fileno())  # other machines read it
-
-    def __enter__(self) -> RunLock:
-        return self
 
     def __exit__(self, *_: object) -> None:
         if self.url is not None:

@@ -12,13 +12,12 @@ import json
 import math
 import re
 import reprlib
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import annotated_types
+from annotated_types import Interval
 from pydantic import BaseModel, ConfigDict, PydanticUserError, TypeAdapter, ValidationError
 from pydantic.json_schema import GenerateJsonSchema
 from pydantic_core import SchemaError
@@ -139,16 +138,9 @@ def printable(text: str, keep: str = "") -> str:
     return "".join(c if c.isprintable() or c in keep else escaped(c) for c in text)
 
 
-@dataclass(frozen=True, slots=True)
-class Range(annotated_types.GroupedMetadata):
+def Range(low: float, high: float) -> Interval:
     """A number from `low` to `high`, inclusive: Annotated[int, Range(1, 10)]."""
-
-    low: float
-    high: float
-
-    def __iter__(self) -> Iterator[object]:
-        yield annotated_types.Ge(self.low)
-        yield annotated_types.Le(self.high)
+    return Interval(ge=low, le=high)
 
 
 class Model(BaseModel):

@@ -69,7 +69,6 @@ class BatchLoader(Iterator[Batch], AbstractContextManager["BatchLoader"]):
         )
         assert order.num_samples == len(dataset), f"{order.num_samples=}, {len(dataset)=}"
         self.bad_samples = BadSampleLog(bad_samples_path, len(dataset), max_bad_fraction)
-        self.num_padded = 0  # clips delivered so far whose last frame was repeated
         self._tried = bytearray(len(dataset))  # 1 for each sample that this rank has tried
         self._bad: set[str] = set()  # the bad ones of these
         is_cached, dali = False, None
@@ -110,9 +109,7 @@ class BatchLoader(Iterator[Batch], AbstractContextManager["BatchLoader"]):
                 last = "{}: {}".format(*batch["bad"][-1])
                 text = f"step {batch['step']}: none of {len(batch['bad'])} samples could be read"
                 raise ValueError(f"{text}; repair the files under args.train_data; last: {last}")
-        if "num_padded" in batch:
-            # Counted in Python: a torch op releases the GIL, and reading threads would delay us.
-            self.num_padded += sum(n > 0 for n in batch.pop("num_padded").tolist())
+        batch.pop("num_padded", None)
         return batch
 
     def close(self) -> None:

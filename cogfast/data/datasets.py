@@ -1,12 +1,7 @@
 """Data sets of captioned videos: SAT's folders, lists, manifests and tar shards.
 
-Every data set returns the same sample: {"video": uint8 [F, 3, H, W], "txt", "fps", "num_frames",
-"path", "num_padded"}, of a picture with F = 1, plus "images" uint8 [3, H, W] if the source gives its
-own first frame, "control" uint8 [F, 3, H, W] if it gives a control video, and "mask" uint8
-[F, 1, H, W], 1 where the mask is white, if it gives a mask, and "prior" if any sample of the data set
-has the base model as target. Their frames are those of the clip. Tensors of data.params.tensors have their
-names, and are float32. Each raises BadSample for a file that cannot be used. Files are listed and captions
-are read once, in the constructor.
+Every data set returns the same `Sample`, and raises BadSample for a file that cannot be used. Files are
+listed and captions are read once, in the constructor.
 """
 
 from __future__ import annotations
@@ -64,11 +59,13 @@ class SizedDataset(Protocol):
 
 
 class Sample(TypedDict):
-    video: Tensor  # uint8 [F, 3, H, W]
-    images: NotRequired[Tensor]  # uint8 [3, H, W]
-    control: NotRequired[Tensor]  # uint8 [F, 3, H, W]
-    mask: NotRequired[Tensor]  # uint8 [F, 1, H, W], 0 or 1
-    prior: NotRequired[bool]
+    """A clip with what its source gives. Tensors of data.params.tensors have their names, and are float32."""
+
+    video: Tensor  # uint8 [F, 3, H, W], of a picture with F = 1
+    images: NotRequired[Tensor]  # uint8 [3, H, W], its own first frame
+    control: NotRequired[Tensor]  # uint8 [F, 3, H, W], the same frames of the control video
+    mask: NotRequired[Tensor]  # uint8 [F, 1, H, W], 1 where the mask is white
+    prior: NotRequired[bool]  # if any sample of the data set has the base model as target
     txt: str
     fps: float
     num_frames: int  # before padding

@@ -32,8 +32,6 @@ from cogfast.distributed.model_batches import ModelBatches
 from cogfast.distributed.parallelize import allocate, compile_blocks, find_shards, parallelize
 from cogfast.distributed.process_groups import ProcessGroups
 from cogfast.distributed.tensor_parallel import ParallelGroup
-from cogfast.extensions.conditions.given_frames import GivenFrames
-from cogfast.extensions.formats.image_scale import scale_of
 from cogfast.extensions.memory.host_blocks import allocate_base, hold_base
 from cogfast.extensions.memory.quantized_base import holds_base
 from cogfast.extensions.stores.mirror import url_of
@@ -225,20 +223,11 @@ def assemble_encoder(
     return Encoder(
         partial(build_frozen, frozen.first_stage),
         partial(build_frozen, frozen.text_encoder),
-        broadcast_within_model=groups.broadcast_tensor_in_model,
-        scale_factor=model.scale_factor,
-        image_scale=scale_of(model.image_latent_scale, model.scale_factor),
-        patch=transformer.patch_size,
-        latent_input=model.latent_input,
-        conditions=model.inputs,
-        tensors=tuple(tensors),
-        image_on_all_frames=model.noised_image_all_concat,
-        given_frames=GivenFrames.parse(model.given_frames),
-        masked_video_noise=model.masked_video_noise,
-        image_dropout=model.noised_image_dropout,
-        condition_dropout=model.condition_dropout,
+        model,
+        transformer.patch_size,
         text_dropout=frozen.text_dropout,
-        samples_at_a_time=model.en_and_decode_n_samples_a_time,
+        tensors=tuple(tensors),
+        broadcast_within_model=groups.broadcast_tensor_in_model,
         before_clips=before_clips,
         overrides=overrides,
         device=device if device.type != "cpu" else None,

@@ -6,7 +6,9 @@ already hold latents and embeddings never load them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -27,53 +29,65 @@ from cogfast.extensions.conditions.inpainting import (
     noised_masked_pixels,
     random_masks,
 )
+from cogfast.extensions.formats.image_scale import scale_of
+from cogfast.extensions.memory.host_memory import HostWeights
 from cogfast.model.autoencoder import FirstStage, Moments
-from cogfast.model.keys import Condition
+from cogfast.model.keys import ModelKeys
 from cogfast.model.text_encoder import TextEncoder
-from cogfast.train.frozen_encoders import FrozenEncoders, join_moments
+from cogfast.train.frozen_encoders import NO_OVERRIDES, EncodeOverrides
+
+_unchanged = lambda tensor: tensor
+_no_choice = lambda stage, clips: None  # how the first stage encodes stays as it is
 
 
-class Encoder(FrozenEncoders):
-    """Encodes the batches of one transformer with its frozen encoders.
+class Encoder:
+    """Encodes the batches of one transformer with its frozen encoders, which are built on first use.
 
-    build_first_stage, build_text_encoder, shared: see FrozenEncoders. image_scale: the scale factor of image
-    latents; None: scale_factor. patch: latent frames are padded to whole patches. latent_input: the batch's
-    "mp4" holds unscaled latents [B, T, C, h, w].
-    conditions: names of model.conditions. image: the first frame is encoded to image latents, followed by
-    zeros or, with image_on_all_frames, repeated, and of a picture all are zeros; control: a video is
-    encoded as the clip; frames: given_frames of the clip are encoded to their places, and of a picture all
-    are zeros; mask and masked_video: a mask, drawn if the batch has none, and the clip without what it
-    covers, to which masked_video_noise adds noise. *_dropout:
-    fraction of samples whose image latents, other conditions or text embeddings are replaced by zeros.
-    tensors: names of data.params.tensors, which the network gets as the batch has them.
+    build_first_stage, build_text_encoder: build the frozen modules on the device. model: with latent_input,
+    the batch's "mp4" holds unscaled latents [B, T, C, h, w]. Its conditions: image: the first frame is
+    encoded to image latents, followed by zeros or, with noised_image_all_concat, repeated, and of a picture
+    all are zeros; control: a video is encoded as the clip; frames: given_frames of the clip are encoded to
+    their places, and of a picture all are zeros; mask and masked_video: a mask, drawn if the batch has none,
+    and the clip without what it covers, to which masked_video_noise adds noise. patch: latent frames are
+    padded to whole patches. text_dropout: fraction of samples whose text embeddings are replaced by zeros;
+    those of conditions are the model's. tensors: names of data.params.tensors, which the network gets as the
+    batch has them.
+    before_clips: called before clips [B, 3, F, H, W] are encoded, and before single frames only if they are
+    samples; chooses how the first stage encodes clips. broadcast_within_model: makes the encoders' outputs
+    bitwise equal on all ranks of a tensor-parallel group. overrides: used for clips and captions of training
+    data, and not for first frames and prompts that are sampled. device: where the modules' weights are while
+    a method here uses them, and on a GPU may leave; None: they stay. is_brief: they leave after each use.
     """
 
     def __init__(
         self,
         build_first_stage: Callable[[], FirstStage | None],
         build_text_encoder: Callable[[], TextEncoder | None],
-        *,
-        scale_factor: float,
-        image_scale: float | None = None,
+        model: ModelKeys,
         patch: PatchSize,
-        latent_input: bool = False,
-        conditions: Sequence[Condition] = (),
-        image_on_all_frames: bool = False,
-        given_frames: GivenFrames | None = None,
-        masked_video_noise: bool = False,
-        image_dropout: float = 0.0,
-        condition_dropout: float = 0.0,
+        *,
         text_dropout: float = 0.0,
         tensors: Sequence[str] = (),
-        **shared: Any,
+        before_clips: Callable[[FirstStage, Tensor], None] = _no_choice,
+        broadcast_within_model: Callable[[Tensor], Tensor] = _unchanged,
+        overrides: EncodeOverrides = NO_OVERRIDES,
+        device: torch.device | None = None,
+        is_brief: bool = False,
     ) -> None:
-        super().__init__(build_first_stage, build_text_encoder, scale_factor, **shared)
-        self.patch, self.latent_input = patch, latent_input
-        self.image_scale = scale_factor if image_scale is None else image_scale
-        self.conditions, self.image_on_all_frames = tuple(conditions), image_on_all_frames
-        self.given_frames, self.masked_video_noise = given_frames, masked_video_noise
-        self.dropouts = dict.fromkeys(conditions, condition_dropout) | {"image": image_dropout}
-        self.text_dropout, self.tensors = text_dropout, tuple(tensors)
+        self._build_first_stage, self._build_text_encoder = build_first_stage, build_text_encoder
+        self._first_stage: FirstStage | None = None
+        self._text_encoder: TextEncoder | None = None
+        self.model, self.scale_factor = model, model.scale_factor
+        self.patch, self.conditions, self.tensors = patch, model.inputs, tensors
+        self.image_scale = scale_of(model.image_latent_scale, model.scale_factor)
+        self.given_frames = GivenFrames.parse(model.given_frames)
+        self.dropouts = dict.fromkeys(model.inputs, model.condition_dropout)
+        self.dropouts["image"], self.text_dropout = model.noised_image_dropout, text_dropout
+        self._before_clips = before_clips
+        self._broadcast_within_model = broadcast_within_model
+        self.overrides = overrides
+        self._device, self._is_brief = device, is_brief
+        self._weights: dict[Any, HostWeights] = {}  # by module
 
     @property
     def image_input(self) -> bool:
@@ -99,7 +113,7 @@ class Encoder(FrozenEncoders):
             self.choose_for(batch["mp4"].transpose(1, 2))
 
     def _has_pixels(self, batch: dict) -> bool:
-        return not (self.latent_input or {"encoded_videos", "latent_mean"} & batch.keys())
+        return not (self.model.latent_input or {"encoded_videos", "latent_mean"} & batch.keys())
 
     @torch.no_grad()
     def __call__(
@@ -172,7 +186,7 @@ class Encoder(FrozenEncoders):
             if key in batch:
                 return num_pixel_frames(batch[key].shape[2])
         frames = batch["mp4"].shape[1]
-        return num_pixel_frames(frames) if self.latent_input else frames
+        return num_pixel_frames(frames) if self.model.latent_input else frames
 
     def _latents(self, batch: dict, rng: SlotRandom) -> tuple[Tensor | None, Tensor]:
         if "encoded_videos" in batch:
@@ -182,7 +196,7 @@ class Encoder(FrozenEncoders):
             return None, self._sample(moments, rng, "first_stage", self.scale_factor)
         # [B, 3, F, H, W]: the only permute from file to network
         pixels = batch["mp4"].transpose(1, 2)
-        if self.latent_input:
+        if self.model.latent_input:
             return None, pixels.float() * self.scale_factor
         return pixels, self.encode_clips(pixels, rng)
 
@@ -192,8 +206,6 @@ class Encoder(FrozenEncoders):
 
     def scale_image(self, latents: Tensor) -> Tensor:
         """Return image latents for latents of the data, which have scale_factor."""
-        if self.image_scale == self.scale_factor:
-            return latents.float()
         return latents.float() * (self.image_scale / self.scale_factor)
 
     @torch.no_grad()
@@ -313,7 +325,7 @@ class Encoder(FrozenEncoders):
         else:
             masks = random_masks(*pixels.shape[2:], rng=rng)
         masked = masked_pixels(pixels, masks)
-        if self.masked_video_noise:
+        if self.model.masked_video_noise:
             masked = noised_masked_pixels(masked, rng)
         latents = self.encode_video(masked, rng, "masked_video_first_stage")
         return drop_wholly_masked(self._with_mask(masks, latents), masks, rng)
@@ -328,7 +340,7 @@ class Encoder(FrozenEncoders):
         """Encode clips [B, 3, F, H, W] in [-1, 1] and masks [B, 1, F, H, W] for sampling, as VideoX-Fun's
         pipeline: [B, 1 + C, T, h, w], padded to whole patches."""
         masked = masked_pixels(pixels, masks)
-        if self.masked_video_noise:
+        if self.model.masked_video_noise:
             masked = noised_masked_pixels(masked, rng, SAMPLING_STRENGTH)
         latents = self.encode_moments(masked).mean.float() * self.scale_factor
         latents = self._with_mask(masks, self._broadcast_within_model(latents))
@@ -343,9 +355,162 @@ class Encoder(FrozenEncoders):
 
     def pad_to_frames(self, image: Tensor, num_frames: int) -> Tensor:
         """Extend image latents [B, C, 1, h, w] to `num_frames` latent frames [B, C, T, h, w]."""
-        if self.image_on_all_frames:
+        if self.model.noised_image_all_concat:
             return image.expand(-1, -1, num_frames, -1, -1)
         return torch.nn.functional.pad(image, (0, 0, 0, 0, 0, num_frames - 1))
+
+    @property
+    def first_stage(self) -> FirstStage:
+        if self._first_stage is None:
+            self._first_stage = self._build_first_stage()
+        missing = "model.first_stage_config has no autoencoder, but the batch has pixels"
+        return self._fetched(self._first_stage, missing, "encoded_videos")
+
+    @property
+    def text_encoder(self) -> TextEncoder:
+        if self._text_encoder is None:
+            self._text_encoder = self._build_text_encoder()
+        missing = "model.conditioner_config has no text encoder, but the batch has captions"
+        return self._fetched(self._text_encoder, missing, "prompt_embedding")
+
+    def _fetched(self, module: Any, missing: str, encoded: str) -> Any:
+        """Return a module with its weights on the device; ValueError if there is none."""
+        if module is None:
+            raise ValueError(f"{missing}; configure one, or use a data set that returns {encoded}")
+        if self._device is not None:
+            if module not in self._weights:
+                self._weights[module] = HostWeights(module, self._device)
+            self._weights[module].fetch()
+        return module
+
+    @contextlib.contextmanager
+    def _leaving(self) -> Iterator[None]:
+        """Let the modules' weights leave the device at the end, if they are there only briefly."""
+        try:
+            yield
+        finally:
+            if self._is_brief:
+                for weights in self._weights.values():
+                    weights.leave()
+
+    @contextlib.contextmanager
+    def visit(self) -> Iterator[None]:
+        """Let weights that were not on the device before leave it at the end.
+
+        An evaluation needs the encoders that a training step on cached data does not use, and may
+        leave it no less memory than before.
+        """
+        present = {module for module, weights in self._weights.items() if weights.is_present}
+        try:
+            yield
+        finally:
+            for module, weights in self._weights.items():
+                if module not in present:
+                    weights.leave()
+
+    @contextlib.contextmanager
+    def alone(self) -> Iterator[None]:
+        """Encode without collectives in the block: a rank that fails there leaves no other waiting.
+
+        Call `choose` before, and broadcast what was encoded to the ranks of a model after they agree.
+        """
+        kept = self._broadcast_within_model, self._before_clips
+        self._broadcast_within_model, self._before_clips = _unchanged, _no_choice
+        try:
+            yield
+        finally:
+            self._broadcast_within_model, self._before_clips = kept
+
+    def choose_for(self, clips: Tensor) -> None:
+        """Choose how the first stage, which is built, encodes clips [B, 3, F, H, W]. Collective."""
+        with self._leaving():
+            self._before_clips(self.first_stage, clips)
+
+    @torch.no_grad()
+    def encode_clips(self, pixels: Tensor, rng: SlotRandom) -> Tensor:
+        """Encode clips of the data [B, 3, F, H, W] as `encode_video`, or by its override."""
+        encode = self.overrides.encode_video
+        with self._leaving():
+            # All ranks choose with their first pixels, some perhaps with a picture; an override may call the first
+            # stage on one of them only.
+            self._before_clips(self.first_stage, pixels)
+            if encode is None:
+                return self.encode_video(pixels, rng, "first_stage")
+            clips = [clip.contiguous() for clip in pixels.float().split(1)]
+            return self._overridden("encode_video", encode, clips, rng).float()
+
+    @torch.no_grad()
+    def encode_captions(self, captions: Sequence[str], rng: SlotRandom) -> Tensor:
+        """Encode captions of the data [B] as `encode_text`, or by its override."""
+        encode = self.overrides.encode_text
+        if encode is None:
+            return self.encode_text(captions)
+        with self._leaving():
+            return self._overridden("encode_text", encode, captions, rng)
+
+    def _overridden(
+        self, name: str, encode: Callable, samples: Sequence[Any], rng: SlotRandom
+    ) -> Tensor:
+        found = []
+        for sample, slot in zip(samples, rng.slots, strict=True):
+            own = dataclasses.replace(rng, slots=[slot])
+            # Its random operations must not depend on what was drawn before.
+            own.seed_generators(name)
+            found.append(encode(self, own, sample))
+        return self._broadcast_within_model(torch.cat(found))
+
+    def encode_video(self, pixels: Tensor, rng: SlotRandom, purpose: str) -> Tensor:
+        """Encode pixels [B, 3, F, H, W] in [-1, 1] to scaled latents [B, C, T, h, w] in float32."""
+        # Pictures one by one: many of them in a batch take no more memory than a clip.
+        parts = pixels.split(1 if pixels.shape[2] == 1 else len(pixels))
+        moments = join_moments([self.encode_moments(part) for part in parts], torch.cat)
+        return self._sample(moments, rng, purpose, self.scale_factor)
+
+    @torch.no_grad()
+    def encode_moments(self, pixels: Tensor) -> Moments:
+        """Encode pixels [B, 3, F, H, W] in [-1, 1] to the unscaled moments of their latents."""
+        with self._leaving():
+            # The autoencoder runs in its own dtype, without autocast.
+            dtype = _dtype(self.first_stage)
+            if pixels.shape[2] > 1:
+                self._before_clips(self.first_stage, pixels)
+            # Smaller calls need less memory. They do not change how a clip is encoded.
+            parts = pixels.split(self.model.en_and_decode_n_samples_a_time or len(pixels))
+            moments = [self.first_stage.encode(part.to(dtype)) for part in parts]
+            return join_moments(moments, torch.cat)
+
+    def _sample(self, moments: Moments, rng: SlotRandom, purpose: str, scale: float) -> Tensor:
+        """Sample latents * scale [B, C, T, h, w] in float32, with new noise for each slot and step."""
+        noise = None if moments.logvar is None else rng.normal(purpose, moments.mean.shape)
+        return self._broadcast_within_model(moments.sample(noise) * scale)
+
+    @torch.no_grad()
+    def encode_text(self, captions: Sequence[str]) -> Tensor:
+        """Encode captions to embeddings [B, L, E]."""
+        with self._leaving():
+            return self._broadcast_within_model(self.text_encoder(captions))
+
+    @torch.no_grad()
+    def decode(self, latents: Tensor, num_frames: int) -> Tensor:
+        """Decode scaled latents [B, C, T, h, w] to pixels [B, 3, num_frames, H, W] in about [-1, 1].
+
+        The leading padding frames of CogVideoX 1.5 are dropped before decoding.
+        """
+        surplus = latents.shape[2] - num_latent_frames(num_frames)
+        with self._leaving():
+            latents = (latents[:, :, surplus:] / self.scale_factor).to(_dtype(self.first_stage))
+            parts = latents.split(self.model.en_and_decode_n_samples_a_time or len(latents))
+            return torch.cat([self.first_stage.decode(part).float() for part in parts])
+
+
+def join_moments(parts: Sequence[Moments], join: Callable[[list[Tensor]], Tensor]) -> Moments:
+    logvars = [moments.logvar for moments in parts if moments.logvar is not None]
+    return Moments(join([moments.mean for moments in parts]), join(logvars) if logvars else None)
+
+
+def _dtype(stage: FirstStage) -> torch.dtype:
+    """Return the input dtype of a first stage: its parameters' dtype, or float32 if it has none."""
+    return next((p.dtype for p in stage.parameters()), torch.float32)
 
 
 def join_conditions(found: Sequence[Tensor]) -> Tensor | None:

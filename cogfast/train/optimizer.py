@@ -148,19 +148,6 @@ _SMALL_FACTOR = 0.1  # of Prodigy, as CogVideo's diffusers trainer warns
 _POLYNOMIAL_END = 1e-7  # diffusers' lr_end, which is a rate
 
 
-def shorter_warmup(
-    origins: Mapping[str, str], args: TrainKeys, num_steps: int, stored: int | None
-) -> int | None:
-    """Return the warm-up of a run that `cogfast train FOLDER` starts without one: that of the packaged file,
-    or a tenth of the steps if that is less. None for other runs. stored: that of the resumed checkpoint."""
-    of_warmup, of_mode, of_load = (
-        origins.get(f"args.{name}") for name in ("warmup_steps", "mode", "load")
-    )
-    if of_warmup not in ("sft.yaml", TENTH) or of_mode != of_load:  # both are of the folder
-        return None
-    return min(args.warmup_steps or 0, num_steps // 10) if stored is None else stored
-
-
 def build_learning_rate(args: TrainKeys, num_steps: int) -> Callable[[int], float]:
     """Return a function from step (starting at 0) to learning rate, for a run of `num_steps` steps."""
     warmup, warmup_steps = args.warmup, args.warmup_steps

@@ -8,7 +8,6 @@ import pytest
 import xxhash
 
 from cogfast.core.files import (
-    ChecksumFile,
     DamageError,
     WriteError,
     check_checksum,
@@ -16,6 +15,7 @@ from cogfast.core.files import (
     checksum_of,
     checksum_of_bytes,
     is_disk_full,
+    write_hashed,
     write_text,
     write_whole,
 )
@@ -28,8 +28,7 @@ def test_files_follow_the_umask(tmp_path: Path, umask: int, mode: int) -> None:
     before = os.umask(umask)
     try:
         write_text(tmp_path / "text", "a")
-        with ChecksumFile(tmp_path / "sum") as file:
-            file.write(b"a")
+        write_hashed(tmp_path / "sum", [b"a"])
     finally:
         os.umask(before)
     assert [path.stat().st_mode & 0o777 for path in tmp_path.iterdir()] == [mode, mode]
@@ -69,10 +68,8 @@ def test_content_is_on_disk_before_its_name(tmp_path: Path, monkeypatch) -> None
 
 
 def test_a_size_limit_counts_as_a_full_disk(tmp_path: Path, file_limit) -> None:
-    path = tmp_path / "a"
-    with file_limit(1000), pytest.raises(OSError) as error, ChecksumFile(path) as file:
-        file.write(bytes(900))
-        file.write(bytes(900))
+    with file_limit(1000), pytest.raises(OSError) as error:
+        write_hashed(tmp_path / "a", [bytes(900), bytes(900)])
     assert is_disk_full(error.value)
     assert not is_disk_full(PermissionError(13, "Permission denied"))
 
@@ -82,13 +79,11 @@ def test_checksums_while_writing_are_those_of_the_bytes(tmp_path: Path) -> None:
     # XXH3 changes its algorithm at 240 bytes.
     draw = random.Random(0)
     pieces = [draw.randbytes(n) for n in (0, 1, 7, 240, 241, 1 << 10, 3 << 20, 1, 5 << 20)]
-    with ChecksumFile(tmp_path / "a") as file:
-        for piece in pieces:
-            file.write(memoryview(piece))
+    found = write_hashed(tmp_path / "a", map(memoryview, pieces))
     whole = b"".join(pieces)
     assert (tmp_path / "a").read_bytes() == whole
     expected = f"{xxhash.xxh3_64_intdigest(whole):016x}"
-    assert file.checksum == checksum_of(tmp_path / "a") == checksum_of_bytes(whole) == expected
+    assert found == checksum_of(tmp_path / "a") == checksum_of_bytes(whole) == expected
 
 
 def test_the_published_value_of_the_empty_input() -> None:

@@ -137,15 +137,6 @@ def test_a_step_without_a_readable_sample_ends_the_run():
     assert_refused(lambda: _read(bad, 1, max_bad_fraction=1.0), line)
 
 
-def test_padded_clips_are_counted(tmp_path):
-    sat_folder(tmp_path, 4, num_frames=5)
-    data = VideoFolder(tmp_path, **CLIP, short_clips="pad")
-    layout = {"micro_batch": 2, "accumulation": 2, "num_steps": 2, "num_workers": 0}
-    with BatchLoader(data, GlobalOrder(4, 0, 4), **layout) as loader:
-        frames = torch.cat([batch["num_frames"] for batch in loader])
-    assert frames.tolist() == [5] * 8 and loader.num_padded == 8
-
-
 def test_to_device():
     levels = torch.arange(256, dtype=torch.uint8).reshape(1, 1, 1, 16, 16).expand(1, 2, 3, 16, 16)
     embedding = torch.ones(1, 2, 3, dtype=torch.bfloat16)

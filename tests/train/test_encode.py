@@ -9,13 +9,14 @@ from torch import Tensor, nn
 
 from cogfast.core.shapes import PatchSize
 from cogfast.core.slot_random import SlotRandom, random_bits
-from cogfast.extensions.conditions.given_frames import GivenFrames
 from cogfast.model.autoencoder import Moments
+from cogfast.model.keys import ModelKeys
 from cogfast.train.encode import Encoder
 
 SCALE = 0.7
 STD = 0.25
 FLAT, DEEP = PatchSize(1, 2, 2), PatchSize(2, 2, 2)  # CogVideoX 1.0, 1.5
+MODEL = ModelKeys(scale_factor=SCALE)
 RNG = SlotRandom(seed=3, step=5, slots=[0, 1, 2, 3], num_slots=4)
 
 
@@ -51,8 +52,10 @@ class Lengths(nn.Module):
         return torch.tensor([len(c) for c in captions]).float().view(-1, 1, 1).expand(-1, 2, 3)
 
 
-def encoder(std: float | None = STD, patch: PatchSize = FLAT, **options) -> Encoder:
-    return Encoder(lambda: Pooling(std), Lengths, scale_factor=SCALE, patch=patch, **options)
+def encoder(std: float | None = STD, patch=FLAT, choose=lambda *_: None, text_dropout=0.0, **model):
+    given = MODEL.changed(**model), patch
+    shared = {"before_clips": choose, "text_dropout": text_dropout}
+    return Encoder(lambda: Pooling(std), Lengths, *given, **shared)
 
 
 def clips(num_frames: int = 9, num_clips: int = 4) -> dict:
@@ -79,7 +82,7 @@ def test_latents_are_the_scaled_sample() -> None:
 
 def test_first_stage_in_bf16_leaves_the_sample_in_float32() -> None:
     stage = Pooling().to(torch.bfloat16)
-    built = Encoder(lambda: stage, Lengths, scale_factor=SCALE, patch=FLAT)
+    built = Encoder(lambda: stage, Lengths, MODEL, FLAT)
     batch = clips()
     latents, _ = built(batch, RNG)
     mean = pooled(batch["mp4"].transpose(1, 2).bfloat16()).float()
@@ -91,7 +94,7 @@ def test_first_stage_in_bf16_leaves_the_sample_in_float32() -> None:
 @pytest.mark.parametrize("at_a_time", [None, 1, 3], ids=["all", "one", "three"])
 def test_samples_at_a_time_change_no_number(at_a_time: int | None) -> None:
     whole = encoder(conditions=("image",))
-    split = encoder(conditions=("image",), samples_at_a_time=at_a_time)
+    split = encoder(conditions=("image",), en_and_decode_n_samples_a_time=at_a_time)
     expected, found = whole(clips(), RNG), split(clips(), RNG)
     assert torch.equal(found[0], expected[0])
     assert torch.equal(found[1].condition_latents, expected[1].condition_latents)
@@ -103,7 +106,7 @@ def test_samples_at_a_time_change_no_number(at_a_time: int | None) -> None:
 
 def test_draws_do_not_depend_on_the_batch() -> None:
     """Noise, image noise and both dropouts of a slot, alone and in a batch."""
-    built = encoder(conditions=("image",), text_dropout=0.5, image_dropout=0.5)
+    built = encoder(text_dropout=0.5, conditions=("image",), noised_image_dropout=0.5)
     batch = clips()
     latents, conditioning = built(batch, RNG)
     for i in range(4):
@@ -115,7 +118,7 @@ def test_draws_do_not_depend_on_the_batch() -> None:
 
 
 def test_dropouts_follow_their_draws_and_evaluation_has_none() -> None:
-    built = encoder(conditions=("image",), text_dropout=0.5, image_dropout=0.5)
+    built = encoder(text_dropout=0.5, conditions=("image",), noised_image_dropout=0.5)
     _, conditioning = built(clips(), RNG)
     no_text, no_image = (RNG.uniform(f"{kind}_dropout") < 0.5 for kind in ("text", "image"))
     assert no_text.any() and not no_text.all()
@@ -137,7 +140,7 @@ def test_a_dropped_caption_leaves_no_infinity_or_nan() -> None:
 @pytest.mark.parametrize("on_all_frames", [False, True])
 def test_image_latents_are_the_noised_first_frame(on_all_frames: bool) -> None:
     batch = clips()
-    built = encoder(conditions=("image",), image_on_all_frames=on_all_frames)
+    built = encoder(conditions=("image",), noised_image_all_concat=on_all_frames)
     _, conditioning = built(batch, RNG)
     frame = batch["mp4"][:, :1].transpose(1, 2)
     sigma = (-3.0 + 0.5 * RNG.normal("image_noise_strength", (4, 1, 1, 1, 1))).exp()
@@ -149,8 +152,8 @@ def test_image_latents_are_the_noised_first_frame(on_all_frames: bool) -> None:
     torch.testing.assert_close(conditioning.condition_latents, wanted, rtol=0, atol=1e-6)
 
 
-@pytest.mark.parametrize("scale", [SCALE, 1.0, 1 / SCALE])
-def test_every_source_of_image_latents_gets_their_scale(scale: float) -> None:
+@pytest.mark.parametrize("name", ["trainer", "pretrained", "pipeline"])
+def test_every_source_of_image_latents_gets_their_scale(name: str) -> None:
     """Pixels, pictures, latents of the data and those of a latent cache; clips keep theirs."""
     sigma = (-3.0 + 0.5 * RNG.normal("image_noise_strength", (4, 1, 1, 1, 1))).exp()
     batch = clips()
@@ -165,7 +168,8 @@ def test_every_source_of_image_latents_gets_their_scale(scale: float) -> None:
         "noised_image_mean": pooled(frame)[:, None],  # as `encode_noised` keeps it: not scaled
         "noised_image_logvar": torch.full((4, 1, 3, 1, 2, 2), 2 * math.log(STD)),
     }
-    built = encoder(conditions=("image",), image_scale=scale)
+    scale = {"trainer": SCALE, "pretrained": 1.0, "pipeline": 1 / SCALE}[name]
+    built = encoder(conditions=("image",), image_latent_scale=name)
     for given in (
         batch,
         encoded | {"images": batch["mp4"][:, 0]},
@@ -181,8 +185,7 @@ def test_every_source_of_image_latents_gets_their_scale(scale: float) -> None:
 
 @pytest.mark.parametrize("name", ["image", "frames"])
 def test_a_picture_is_not_its_own_condition(name: str) -> None:
-    frames = GivenFrames.parse("first") if name == "frames" else None
-    built = encoder(conditions=(name,), given_frames=frames)
+    built = encoder(conditions=(name,), given_frames="first" if name == "frames" else None)
     for num_frames in (1, 9):
         latents, conditioning = built(clips(num_frames), RNG)
         assert bool(conditioning.condition_latents.any()) == (num_frames == 9)
@@ -229,8 +232,8 @@ def test_each_step_draws_one_of_the_noised_images(std: float | None) -> None:
     }
     if std is not None:
         batch["noised_image_logvar"] = torch.full_like(mean, 2 * math.log(std))
-    given = {"scale_factor": SCALE, "patch": DEEP, "conditions": ("image",), "image_dropout": 0.2}
-    built = Encoder(pytest.fail, pytest.fail, **given)
+    model = MODEL.changed(conditions=("image",), noised_image_dropout=0.2)
+    built = Encoder(pytest.fail, pytest.fail, model, DEEP)
     counts, num_steps = torch.zeros(4, 3), 300
     for step in range(num_steps):
         rng = SlotRandom(3, step, [0, 1, 2, 3], 4)
@@ -316,7 +319,7 @@ def test_encoded_batches_may_bring_images(dtype: torch.dtype) -> None:
 
 
 def test_an_encoder_that_a_batch_needs_and_the_config_lacks_is_named() -> None:
-    built = Encoder(lambda: None, lambda: None, scale_factor=SCALE, patch=FLAT)
+    built = Encoder(lambda: None, lambda: None, MODEL, FLAT)
     with pytest.raises(ValueError, match="model.first_stage_config has no autoencoder"):
         built({**clips(), "prompt_embedding": torch.zeros(4, 2, 3)}, RNG)
     latents = torch.zeros(1, 3, 3, 2, 2)

@@ -38,8 +38,8 @@ _MEMBER_KEY = "cogfast_model"  # the model that the adapters were trained on
 _COMPONENT = "transformer."  # prefix of every name: the pipeline's component
 _KOHYA, _KOHYA_PREFIXES = "lora_unet__", re.compile(r"lora_(unet|transformer)_+")
 _T = TypeVar("_T")
-_ALPHA = Range(1e-6, 1e6)
-_Alpha = Annotated[float, _ALPHA]
+_LEAST, _MOST = 1e-6, 1e6
+_Alpha = Annotated[float, Range(_LEAST, _MOST)]
 _Rank = Annotated[int, Range(1, 2**16)]
 _NAME = re.compile(r"[\w.]{1,200}")
 _NO_ALPHA = (
@@ -128,10 +128,10 @@ def open_peft(path: str | Path) -> WeightSource:
 
 def _read_alpha(file: Path, key: str, values: Tensor) -> float:
     alpha = float(values) if values.numel() == 1 else math.nan  # sync: none, on the CPU
-    if not _ALPHA.low <= alpha <= _ALPHA.high:
+    if not _LEAST <= alpha <= _MOST:
         raise ValueError(
             f"{file}: {brief(key)} has {values.numel()} numbers, the first {values.view(-1)[:1].tolist()}, "
-            f"instead of one from {_ALPHA.low:g} to {_ALPHA.high:g}; copy it again"
+            f"instead of one from {_LEAST:g} to {_MOST:g}; copy it again"
         )
     return alpha
 

@@ -10,6 +10,7 @@ import zipfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ import torch
 from numpy._core.multiarray import _reconstruct
 from torch import Tensor
 
-from cogfast.core.files import LFS, ChecksumFile, is_disk_full, is_lfs_pointer
+from cogfast.core.files import LFS, is_disk_full, is_lfs_pointer, write_hashed
 from cogfast.core.json_files import InsideNames, brief, keys, read_json
 
 # The *.bin files of weights; accelerate has others beside them.
@@ -255,11 +256,8 @@ def write_safetensors(
         place += tensor.nbytes
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)  # aligns the tensors; readers map them into memory
-    with ChecksumFile(path) as out:
-        out.write(len(text).to_bytes(8, "little") + text)
-        for tensor in tensors:
-            out.write(tensor.bytes())
-    return out.checksum
+    start = len(text).to_bytes(8, "little") + text
+    return write_hashed(path, chain([start], (tensor.bytes() for tensor in tensors)))
 
 
 def write_json(path: Path, content: dict) -> None:

@@ -290,7 +290,8 @@ class CheckpointWriter(AbstractContextManager):
     def _remove_old(self, newest: Path) -> None:
         try:
             self.check_owner()
-            _prune(newest, self.keep_last, self.kept)
+            prune = _prune if self.url is None else _prune_stored
+            prune(newest, self.keep_last, self.kept)
         except OSError as error:
             logger.warning("old checkpoints are not removed: %s", error)
 
@@ -498,9 +499,6 @@ def _prune(newest: Path, keep_last: int, kept: Callable[[Sequence[int]], set[int
 
     Checkpoints of later steps than `newest` stay: the user resumed from an earlier one on purpose.
     """
-    if url_of(newest) is not None:
-        _prune_stored(newest, keep_last, kept)
-        return
     folder, layout = newest.parent, layout_of(newest)
     for path in folder.glob("*.incomplete*"):
         # In the layout `finetune`, other threads write their files into this folder, too.

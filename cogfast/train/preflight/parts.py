@@ -26,7 +26,7 @@ from cogfast.model.keys import ModelKeys
 from cogfast.train.assembly import Diffusion
 from cogfast.train.frozen_encoders import FrozenParts
 from cogfast.train.keys import TrainKeys
-from cogfast.train.optimizer import build_learning_rate, build_optimizer, shorter_warmup
+from cogfast.train.optimizer import TENTH, build_learning_rate, build_optimizer
 
 logger = logging.getLogger(__name__)
 
@@ -173,11 +173,15 @@ def fit_rates(
     num_steps: int,
     manifest: Mapping = MappingProxyType({}),
 ) -> tuple[TrainKeys, Callable[[int], float]]:
-    """Return the learning rate by step, and the arguments with the warm-up of shorter_warmup if `cogfast
-    train FOLDER` has started the run. manifest: of what it resumes."""
-    stored = (manifest.get("config") or {}).get("args", {}).get("warmup_steps")
-    steps = shorter_warmup(origins, args, num_steps, stored)
-    if steps is not None:
+    """Return the learning rate by step, and the arguments.
+
+    A run that `cogfast train FOLDER` starts without a warm-up has that of the packaged file, or a tenth of
+    the steps if that is less. manifest: of what it resumes, whose warm-up it keeps.
+    """
+    of_warmup, of_mode, of_load = map(origins.get, map(args.key, ("warmup_steps", "mode", "load")))
+    if of_warmup in ("sft.yaml", TENTH) and of_mode == of_load:  # both are of the folder
+        stored = (manifest.get("config") or {}).get("args", {}).get("warmup_steps")
+        steps = min(args.warmup_steps or 0, num_steps // 10) if stored is None else stored
         args = args.changed(warmup_steps=steps)
     return args, build_learning_rate(args, num_steps)
 

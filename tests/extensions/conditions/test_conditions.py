@@ -179,7 +179,7 @@ def test_a_control_is_the_same_from_every_source_and_layout() -> None:
 
 def test_each_condition_has_its_own_dropout() -> None:
     batch = control_batch()
-    rates = {"image_dropout": 0.5, "condition_dropout": 0.5}
+    rates = {"noised_image_dropout": 0.5, "condition_dropout": 0.5}
     built = encoder(conditions=("image", "control"), **rates)
     kept = built(batch, RNG, has_dropout=False)[1].condition_latents
     for step in range(8):
@@ -296,7 +296,7 @@ def test_no_first_frames_of_controls_are_kept(folder: Path) -> None:
 def test_a_rank_that_samples_alone_asks_no_other_how_to_encode() -> None:
     """The choice is collective, and other ranks may have no prompt."""
     asked: list[tuple[int, ...]] = []
-    built = encoder(conditions=("control",), before_clips=lambda _, c: asked.append(tuple(c.shape)))
+    built = encoder(conditions=("control",), choose=lambda _, c: asked.append(tuple(c.shape)))
     control = control_batch()["control"].transpose(1, 2)
     with built.alone():
         inside = built.encode_control(control)

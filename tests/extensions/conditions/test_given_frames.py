@@ -11,7 +11,7 @@ from tests.train.test_encode import DEEP, FLAT, RNG, SCALE, STD, clips, encoder,
 
 
 def given(kind: str, batch: dict | None = None, rng: SlotRandom = RNG, **options) -> Tensor:
-    built = encoder(conditions=("frames",), given_frames=GivenFrames.parse(kind), **options)
+    built = encoder(conditions=("frames",), given_frames=kind, **options)
     return built(batch or clips(), rng)[1].condition_latents
 
 

@@ -207,7 +207,7 @@ def test_batches_are_those_of_reading_processes(num_workers, tmp_path):
         given |= {"start_step": 1, "num_steps": 4, "num_workers": num_workers}
         given |= {"bad_samples_path": file, "max_bad_fraction": 0.3}
         with BatchLoader(data, data.order(3, 8), **given) as loader:
-            seen[backend] = list(loader), set(loader.bad_samples.reasons), loader.num_padded
+            seen[backend] = list(loader), set(loader.bad_samples.reasons)
     assert seen["dali"][1:] == seen["pyav"][1:] and len(seen["dali"][1]) == 3
     assert len(seen["dali"][0]) == 8
     for ours, own in zip(seen["dali"][0], seen["pyav"][0], strict=True):

@@ -11,6 +11,7 @@ from cogfast.core.shapes import PatchSize
 from cogfast.core.slot_random import SlotRandom
 from cogfast.extensions.memory.host_memory import HostWeights
 from cogfast.extensions.plan.memory import GIB
+from cogfast.model.keys import ModelKeys
 from cogfast.train.encode import Encoder
 from cogfast.train.frozen_encoders import EncodeOverrides
 from tests.extensions.plan.test_memory import CACHED, plan_of
@@ -68,8 +69,8 @@ def test_an_encoder_is_on_the_device_while_it_encodes(fails: bool) -> None:
         return embedding
 
     build: Any = lambda: text
-    given = {"scale_factor": 1.0, "patch": PatchSize(1, 2, 2), "device": CPU, "is_brief": True}
-    encoder = Encoder(lambda: None, build, overrides=EncodeOverrides(encode_text=own), **given)
+    given = {"device": CPU, "is_brief": True, "overrides": EncodeOverrides(encode_text=own)}
+    encoder = Encoder(lambda: None, build, ModelKeys(), PatchSize(1, 2, 2), **given)
     encoder.encode_text(["first"])
     waiting, rng = text.weight.data_ptr(), SlotRandom(0, 0, [0], 1, CPU)
     for encode in (lambda: encoder.encode_captions(["a"], rng), lambda: encoder.encode_text(["b"])):
@@ -82,7 +83,7 @@ def test_an_encoder_is_on_the_device_while_it_encodes(fails: bool) -> None:
 def test_what_only_an_evaluation_uses_leaves_with_it() -> None:
     text = Text()
     build: Any = lambda: text
-    encoder = Encoder(lambda: None, build, scale_factor=1.0, patch=PatchSize(1, 2, 2), device=CPU)
+    encoder = Encoder(lambda: None, build, ModelKeys(), PatchSize(1, 2, 2), device=CPU)
     with encoder.visit():
         encoder.encode_text(["a"])
         used = text.weight.data_ptr()

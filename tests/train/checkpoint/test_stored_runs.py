@@ -26,7 +26,7 @@ from cogfast.extensions.stores import mirror, store
 from cogfast.extensions.stores.mirror import Uploads, copy_of, download_run, place_of, url_of
 from cogfast.model.weights.checkpoint_manifest import is_in_run, read_manifest
 from cogfast.model.weights.open import open_source
-from cogfast.train.checkpoint.write import DamagedWeights, _prune, _Snapshot
+from cogfast.train.checkpoint.write import DamagedWeights, _prune_stored, _Snapshot
 from cogfast.train.keys import TrainKeys
 from cogfast.train.phases import _take_adapters
 from cogfast.train.run import folder
@@ -533,7 +533,7 @@ def test_checkpoints_of_other_trainers_stay_in_the_layout_finetune(server):
     assert newest.name == "checkpoint-10"
     for name in ("3/lora", "4/lora", "4/rank-00000.safetensors"):
         store.write(f"{url}/checkpoint-{name}", b"x")
-    _prune(newest, 1, lambda _: set())
+    _prune_stored(newest, 1, lambda _: set())
     left = {name.partition("/")[0] for name in names(url)}
     assert left == {"checkpoint-3", "checkpoint-4", "checkpoint-10", "latest"}
     assert names(f"{url}/checkpoint-4") == {"lora"}
