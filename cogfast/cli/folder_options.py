@@ -65,10 +65,8 @@ def parse_publish(argv: Sequence[str]) -> tuple[Path, str, bool, bool | None]:
     parser.add_argument("--private", action="store_const", const=True, help=text)
     found = _parse_of_one_run(parser, argv, "run", "repo", "me/my-lora")
     if is_url(found.run) and found.dry_run:
-        raise ValueError(
-            f"{found.run}: --dry-run writes files into the folder of a run on this machine; copy the run to "
-            "this machine and give its folder, or publish without --dry-run"
-        )
+        text = f"{found.run}: --dry-run writes files into the folder of a run on this machine; copy the run to "
+        raise ValueError(f"{text}this machine and give its folder, or publish without --dry-run")
     return Path(copy_of(found.run, is_whole=True)), found.repo, found.dry_run, found.private
 
 

@@ -166,18 +166,15 @@ def _find_model(
     if pipeline_folder.is_hub_id(folder):
         path = pipeline_folder.hub_folder(folder, "FOLDER", may_download)
     if not path.is_dir():
-        raise ValueError(
-            f"{folder}: no such folder; give the folder of a CogVideoX pipeline, or its id on the hub"
-            f"{'; a file goes after --base' if path.is_file() else nearest_folder(path)}"
-        )
+        text = f"{folder}: no such folder; give the folder of a CogVideoX pipeline"
+        text += f", or its id on the hub{'; a file goes after --base' if path.is_file() else nearest_folder(path)}"
+        raise ValueError(text)
     if (path / "training_config.yaml").is_file():
         text = f"is a run; train on with --resume {folder} alone, or give --base"
         raise ValueError(f"{folder}: {text} {folder}/training_config.yaml args.load={folder}")
     if not any((path / name).is_file() for name in ("model_index.json", "latest")):
-        raise ValueError(
-            f"{folder}: has no model_index.json; give the folder of a CogVideoX pipeline of diffusers, "
-            "or SAT's transformer folder"
-        )
+        text = f"{folder}: has no model_index.json; give the folder of a CogVideoX pipeline of diffusers"
+        raise ValueError(f"{text}, or SAT's transformer folder")
     if not has_data and "args.train_data" not in settings:
         raise ValueError("--data is missing; give the folder of your videos: --data my_videos")
     if is_read and (path / "model_index.json").is_file():
@@ -185,10 +182,8 @@ def _find_model(
             name for name in pipeline_folder.needed_files(path) if not (path / name).is_file()
         ]
         if lacking:
-            raise ValueError(
-                f"{folder}: has no {lacking[0]}, as after a download that was interrupted; repeat it: hf download "
-                f"OWNER/MODEL --local-dir {folder}"
-            )
+            text = f"{folder}: has no {lacking[0]}, as after a download that was interrupted"
+            raise ValueError(f"{text}; repeat it: hf download OWNER/MODEL --local-dir {folder}")
     model, values = pipeline_folder.find_config(path)
     if "args.lora_rank" in settings:
         values["args.experiment_name"] = "lora"
@@ -497,9 +492,8 @@ def refuse_sampling_keys(origins: Mapping[str, str], args: Mapping[str, typing.A
             fix = "set args.run_folder" if key.endswith("output_dir") else "leave it out"
             raise ValueError(f"{key} is for cogfast sample and has no effect on training; {fix}")
     if args["run_folder"] is not None and "--out" in origins.values():
-        raise ValueError(
-            f"--out {args['save']} and args.run_folder={args['run_folder']} are both given; keep one"
-        )
+        text = f"--out {args['save']} and args.run_folder={args['run_folder']} are both given"
+        raise ValueError(f"{text}; keep one")
 
 
 def refuse_training_keys(origins: Mapping[str, str]) -> None:
@@ -509,9 +503,8 @@ def refuse_training_keys(origins: Mapping[str, str]) -> None:
         group, key = GROUPS.get(name, group), f"args.{name}"
         is_of_training = group in ("learning rate", "evaluation")
         if is_of_training and find_origin(origins, key) == COMMAND_LINE:
-            raise ValueError(
-                f"{key} has no effect on sampling; leave it out (cogfast sample --help lists the options)"
-            )
+            text = f"{key} has no effect on sampling; leave it out (cogfast sample --help lists the options)"
+            raise ValueError(text)
 
 
 def check_packages(packages: Sequence[str]) -> None:

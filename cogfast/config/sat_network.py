@@ -413,15 +413,11 @@ def autoencoder_sizes(encoder: Mapping[str, Any], decoder: Mapping[str, Any]) ->
     encoder, decoder = (c.get("params", c) for c in (encoder, decoder))
     for key in ("ch", "ch_mult", "num_res_blocks", "z_channels"):
         if encoder[key] != decoder[key]:
-            raise ValueError(
-                f"encoder_config.params.{key}={encoder[key]} and decoder_config.params.{key}="
-                f"{decoder[key]} must be equal; make both the checkpoint's"
-            )
+            text = f"encoder_config.params.{key}={encoder[key]} and decoder_config.params.{key}={decoder[key]} "
+            raise ValueError(f"{text}must be equal; make both the checkpoint's")
     if encoder["ch"] % _NORM_GROUPS:
-        raise ValueError(
-            f"encoder_config.params.ch={encoder['ch']} must be a multiple of {_NORM_GROUPS} "
-            "(group norm); use 128 for CogVideoX"
-        )
+        text = f"encoder_config.params.ch={encoder['ch']} must be a multiple of {_NORM_GROUPS} (group norm)"
+        raise ValueError(f"{text}; use 128 for CogVideoX")
     return {
         "in_channels": encoder.get("in_channels", 3),
         "out_channels": decoder.get("out_ch", 3),

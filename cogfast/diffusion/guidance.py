@@ -91,10 +91,8 @@ class VanillaCFG:
     ) -> Conditioning:
         """Join both conditionings into one batch of 2B, the unconditional first."""
         if unconditional is None:
-            raise ValueError(
-                "guidance needs the unconditional conditioning (the empty caption); "
-                "give it, or use IdentityGuider"
-            )
+            text = "guidance needs the unconditional conditioning (the empty caption)"
+            raise ValueError(f"{text}; give it, or use IdentityGuider")
         given, num_samples = conditioning.tensors.items(), len(conditioning.text)
         # One call with 2B samples is faster than two with B; __call__ relies on this order.
         return Conditioning(
@@ -138,10 +136,8 @@ class DynamicCFG(VanillaCFG):
         dyn_thresh: Thresholding | None = None,
     ) -> None:
         if exp != int(exp):
-            raise ValueError(
-                f"guider_config exp={exp} must be a whole number, since negative numbers are raised "
-                "to it; use 5"
-            )
+            text = f"guider_config exp={exp} must be a whole number, since negative numbers are raised to it; use 5"
+            raise ValueError(text)
         super().__init__(scale, dyn_thresh)
         self.exp, self.num_steps = exp, num_steps
 

@@ -159,10 +159,8 @@ class VideoDiffusionLoss:
         if self.fixed_frames == 0:
             return noised
         if self.fixed_frames >= x0.shape[2]:
-            raise ValueError(
-                f"loss_fn_config fixed_frames={self.fixed_frames} must be below the clip's "
-                f"{x0.shape[2]} latent frames"
-            )
+            text = f"loss_fn_config fixed_frames={self.fixed_frames} must be below the clip's {x0.shape[2]} latent "
+            raise ValueError(f"{text}frames")
         clean, rest = x0[:, :, : self.fixed_frames], noised[:, :, self.fixed_frames :]
         return torch.cat([clean, rest], dim=2)
 
@@ -184,10 +182,8 @@ def mask_weights(loss: object, batch: Mapping[str, Any], patch: PatchSize) -> Te
     if not isinstance(loss, VideoDiffusionLoss) or loss.masked is None:
         return None
     if "mask" not in batch:
-        raise ValueError(
-            f"loss_fn_config.params.masked={loss.masked:g}, but the batch has no mask; use a data set "
-            "that returns one for each sample, or remove the key"
-        )
+        text = f"loss_fn_config.params.masked={loss.masked:g}, but the batch has no mask; use a data set that "
+        raise ValueError(f"{text}returns one for each sample, or remove the key")
     mask, side = batch["mask"], SPATIAL_COMPRESSION
     tiles = mask.unflatten(4, (-1, side)).unflatten(3, (-1, side))  # [B, F, 1, h, 8, w, 8]
     white = tiles.mean(dim=(4, 6), dtype=torch.float32).transpose(1, 2)  # [B, 1, F, h, w]

@@ -57,10 +57,9 @@ class DeviceTable:
     def __init__(self, discretization: Schedule, num_idx: int, section: str) -> None:
         # SAT's configs give the table's length twice; two lengths would be two schedules.
         if num_idx != discretization.num_timesteps:
-            raise ValueError(
-                f"{section} num_idx={num_idx} must be the discretization's "
-                f"num_timesteps={discretization.num_timesteps}; set one of them to the other"
-            )
+            text = f"{section} num_idx={num_idx} must be the discretization's "
+            text += f"num_timesteps={discretization.num_timesteps}; set one of them to the other"
+            raise ValueError(text)
         self.values = discretization.table()
         self._copies: dict[torch.device, Tensor] = {}
 
@@ -157,10 +156,8 @@ class ZeroSNRDDPMDiscretization:
             falling = np.arange(count, 0, -count / num_steps)[:num_steps].round() - 1
         timesteps = falling.astype(int).tolist()  # sync: none, a NumPy array
         if not 0 <= timesteps[-1] <= timesteps[0] < count:
-            raise ValueError(
-                f"steps_offset={steps_offset} with num_steps={num_steps}: timesteps go from "
-                f"{timesteps[-1]} to {timesteps[0]}, which must be 0 to {count - 1}; use 0"
-            )
+            text = f"steps_offset={steps_offset} with num_steps={num_steps}: timesteps go from {timesteps[-1]} to "
+            raise ValueError(f"{text}{timesteps[0]}, which must be 0 to {count - 1}; use 0")
         following = [t - count // num_steps for t in timesteps]
         end = 1.0 if set_alpha_to_one else table[0]
         return SamplingSteps(

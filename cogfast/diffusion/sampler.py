@@ -79,10 +79,8 @@ class VideoDDIMSampler:
         self._spacing = (timestep_spacing, set_alpha_to_one, steps_offset)
         if timestep_spacing == "sat":
             if not set_alpha_to_one or steps_offset:
-                raise ValueError(
-                    f"sampler_config set_alpha_to_one={set_alpha_to_one}, steps_offset="
-                    f"{steps_offset}: timestep_spacing=sat has no such options; leave them out"
-                )
+                text = f"sampler_config set_alpha_to_one={set_alpha_to_one}, steps_offset={steps_offset}: "
+                raise ValueError(f"{text}timestep_spacing=sat has no such options; leave them out")
             self.steps = discretization.steps_of_sat(num_steps)
         else:
             self.steps = discretization.steps_of_diffusers(

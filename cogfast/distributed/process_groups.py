@@ -350,10 +350,8 @@ def start_processes(
     if torch.cuda.is_available():
         num_gpus = torch.cuda.device_count()
         if local_rank >= num_gpus:
-            raise ValueError(
-                f"this machine has {num_gpus} GPUs, but torchrun started a process with "
-                f"LOCAL_RANK={local_rank}; use --nproc_per_node={num_gpus}"
-            )
+            text = f"this machine has {num_gpus} GPUs, but torchrun started a process with LOCAL_RANK={local_rank}"
+            raise ValueError(f"{text}; use --nproc_per_node={num_gpus}")
         if world_size == 1 < num_gpus and "TORCHELASTIC_RUN_ID" not in os.environ:
             text = "1 of %d GPUs is used, %d are idle; to use all: torchrun --standalone --nproc_per_node=%d "
             logger.info(text + "--no-python cogfast ...", num_gpus, num_gpus - 1, num_gpus)

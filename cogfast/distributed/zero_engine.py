@@ -323,10 +323,8 @@ class ZeroEngine:
             assert self._gather is not None, "stages 1 and 2 gather weights"
             FusedStep(self.zero, self._gather)
         elif isinstance(self.optimizer, ShardedOptimizer):
-            raise ValueError(
-                f"deepspeed.optimizer.type={type(self.optimizer).__name__}: {reason}, and this optimizer "
-                "needs cogfast's step of ZeRO 1 and 2; use sat.ops.FusedEmaAdam"
-            )
+            text = f"deepspeed.optimizer.type={type(self.optimizer).__name__}: {reason}, and this optimizer needs "
+            raise ValueError(f"{text}cogfast's step of ZeRO 1 and 2; use sat.ops.FusedEmaAdam")
         else:
             logger.info("ZeRO-%d uses DeepSpeed's own step: %s", self.stage, reason)
         return reason is None

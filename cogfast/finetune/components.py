@@ -135,10 +135,8 @@ class RunComponents:
         if found is self:
             return
         if not isinstance(found, Components):
-            raise ValueError(
-                f"{what} returned a {type(found).__name__}; return what super().load_components() does, or "
-                "a Components of cogfast.finetune.schemas"
-            )
+            text = f"{what} returned a {type(found).__name__}; return what super().load_components() does"
+            raise ValueError(f"{text}, or a Components of cogfast.finetune.schemas")
         for name, value in found:
             if name in _LOADED and value is not None:
                 _check_weights(value, name, self._folder / name, what)
@@ -147,10 +145,9 @@ class RunComponents:
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name in _LOADED:
-            raise ValueError(
-                f"self.components.{name} is the one that the run loads from --model_path; set what differs "
-                "by options and key=value, or change a network by model.network_config.target"
-            )
+            text = f"self.components.{name} is the one that the run loads from --model_path"
+            text += "; set what differs by options and key=value"
+            raise ValueError(f"{text}, or change a network by model.network_config.target")
         super().__setattr__(name, value)
 
     @property
@@ -200,21 +197,17 @@ class RunComponents:
         if self._trainer.is_in_step():
             args = self._trainer._prepare().args
             if args.offload_encoders:
-                raise ValueError(
-                    "self.components: args.offload_encoders=true takes the encoders off the device after "
-                    "each use, but gradients need them until the end of a step; set it to false"
-                )
+                text = "self.components: args.offload_encoders=true takes the encoders off the device after each "
+                text += "use, but gradients need them until the end of a step; set it to false"
+                raise ValueError(text)
             if name == "text_encoder" and args.latent_cache is not None:
-                raise ValueError(
-                    "self.components.text_encoder: captions are encoded before training, and it is not "
-                    "loaded; use prompt_embedding of the batch, or --latent_cache none"
-                )
+                text = "self.components.text_encoder: captions are encoded before training, and it is not loaded"
+                text += "; use prompt_embedding of the batch, or --latent_cache none"
+                raise ValueError(text)
         found = getattr(self._trainer._encoder()[0], name)
         if not isinstance(found, kind):
-            raise ValueError(
-                f"self.components needs a {kind.__name__}, but the configuration has a "
-                f"{type(found).__name__}; leave its target as --model_path has it"
-            )
+            text = f"self.components needs a {kind.__name__}, but the configuration has a {type(found).__name__}"
+            raise ValueError(f"{text}; leave its target as --model_path has it")
         return found
 
 
@@ -240,7 +233,6 @@ def _check_weights(module: nn.Module, name: str, folder: Path, what: str) -> Non
         if differing is None:
             return
     found = f"{kind}, which is no {_LOADED[name]}" if differing is None else f"other {differing}"
-    raise ValueError(
-        f"{what}: components.{name} has {found} than {folder}; cogfast trains and encodes with what "
-        "--model_path has: give that folder such a part, or leave this one out"
-    )
+    text = f"{what}: components.{name} has {found} than {folder}"
+    text += "; cogfast trains and encodes with what --model_path has: give that folder such a part"
+    raise ValueError(f"{text}, or leave this one out")

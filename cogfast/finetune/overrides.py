@@ -46,10 +46,9 @@ def identity(cls: type, name: str, functions: list[Callable]) -> str:
     try:
         text = "".join(inspect.getsource(function) for function in functions)
     except (OSError, TypeError):
-        raise ValueError(
-            f"{cls.__name__}.{name}: its source cannot be read, so the latent cache could not notice when "
-            "it changes; define the class in a file, or set latent_cache to none"
-        ) from None
+        text = f"{cls.__name__}.{name}: its source cannot be read, so the latent cache could not notice when it "
+        text += "changes; define the class in a file, or set latent_cache to none"
+        raise ValueError(text) from None
     where = getattr(functions[0], "__qualname__", name)  # of the class that defines it
     return f"{where} {hash_text(text)[:12]}"
 
@@ -85,10 +84,9 @@ def check_collated(what: str, found: Any, samples: list[dict[str, Any]], is_loss
         value = found.get(key)
         is_whole = isinstance(value, Tensor) and len(value) == len(samples)
         if name in samples[0] and not is_whole and not is_loss_own:
-            raise ValueError(
-                f"{what} returned {described(value)} as {key}; return a tensor of all {len(samples)} samples, "
-                "each of which has its own noise, or override compute_loss, too"
-            )
+            text = f"{what} returned {described(value)} as {key}; return a tensor of all {len(samples)} samples"
+            text += ", each of which has its own noise, or override compute_loss, too"
+            raise ValueError(text)
     return found
 
 

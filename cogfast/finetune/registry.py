@@ -25,10 +25,9 @@ def register(model_name: str, training_type: str, trainer_cls: type[Any]) -> Non
         raise ValueError(f"register: training_type={training_type!r} must be {types}")
     known = SUPPORTED_MODELS.setdefault(model_name, {})
     if training_type in known:
-        raise ValueError(
-            f"register: model_name={model_name!r} already has the {training_type} trainer "
-            f"{known[training_type].__name__}; register {trainer_cls.__name__} under another model_name"
-        )
+        text = f"register: model_name={model_name!r} already has the {training_type} trainer "
+        text += f"{known[training_type].__name__}; register {trainer_cls.__name__} under another model_name"
+        raise ValueError(text)
     known[training_type] = trainer_cls
 
 
@@ -37,19 +36,16 @@ def get_model_cls(model_name: str, training_type: str) -> type[Any]:
     check_name(model_name)
     found = SUPPORTED_MODELS[model_name]
     if training_type not in found:
-        raise ValueError(
-            f"--training_type {cut(training_type)}: the model {model_name} has only "
-            f"{' and '.join(sorted(found))}; use one of them"
-        )
+        text = f"--training_type {cut(training_type)}: the model {model_name} has only "
+        raise ValueError(f"{text}{' and '.join(sorted(found))}; use one of them")
     return found[training_type]
 
 
 def check_name(model_name: str) -> None:
     if model_name not in SUPPORTED_MODELS:
-        raise ValueError(
-            f"--model_name {cut(model_name)}: must be one of {', '.join(SUPPORTED_MODELS)}"
-            f"{nearest(model_name, SUPPORTED_MODELS)}"
-        )
+        text = f"--model_name {cut(model_name)}: must be one of "
+        text += f"{', '.join(SUPPORTED_MODELS)}{nearest(model_name, SUPPORTED_MODELS)}"
+        raise ValueError(text)
 
 
 def show_supported_models() -> None:

@@ -228,24 +228,19 @@ class Args(BaseModel):
         # argparse collects every word that is no option in `overrides`.
         for word in self.overrides:
             if "=" not in word:
-                raise ValueError(
-                    f"cogfast finetune: {cut(word)!r} is neither an option nor key=value; options begin "
-                    "with --"
-                )
+                text = f"cogfast finetune: {cut(word)!r} is neither an option nor key=value; options begin with --"
+                raise ValueError(text)
         # Names that users registered may end in anything; those with upstream's endings must agree.
         kind = self.model_name[-3:]
         if self.model_name.endswith(("-t2v", "-i2v")) and self.model_type != kind:
-            raise ValueError(
-                f"--model_type {self.model_type} with --model_name {self.model_name}: the name is one of "
-                f"a {kind} model; change one of them"
-            )
+            text = f"--model_type {self.model_type} with --model_name {self.model_name}: "
+            raise ValueError(f"{text}the name is one of a {kind} model; change one of them")
         needed = ["validation_steps", "validation_dir", "validation_prompts"]
         needed += ["validation_images"] * (self.model_type == "i2v")
         for name in needed if self.do_validation else ():
             if getattr(self, name) is None:
-                raise ValueError(
-                    f"--do_validation true needs --{name}; set it, or leave --do_validation out"
-                )
+                text = f"--do_validation true needs --{name}; set it, or leave --do_validation out"
+                raise ValueError(text)
         return self
 
 

@@ -217,10 +217,8 @@ class Trainer:
         if videos is None:
             return
         if "validation_step" not in methods:
-            raise ValueError(
-                f"--validation_videos {cut(videos)}: no CogVideoX model here takes a video as its "
-                "condition; leave it out, or override validation_step"
-            )
+            text = f"--validation_videos {cut(videos)}: no CogVideoX model here takes a video as its condition"
+            raise ValueError(f"{text}; leave it out, or override validation_step")
         if self.args.do_validation:
             assert self.args.validation_dir is not None, "Args asks for it"
             path, number = self.args.validation_dir / videos, len(given_prompts(train))
@@ -383,10 +381,8 @@ class Trainer:
     def _prepare(self) -> _Run:
         if self._run is None:
             if self._encoding is not None:
-                raise ValueError(
-                    "encode_video and encode_text run before the network is built; use it in compute_loss "
-                    "or validation_step"
-                )
+                text = "encode_video and encode_text run before the network is built"
+                raise ValueError(f"{text}; use it in compute_loss or validation_step")
             _ = self.components  # a mistake in load_components ends the run here
             run = self._run = _Run(self.config, self)
             self.dataset, self.optimizer = run.datasets.train, run.engine.optimizer

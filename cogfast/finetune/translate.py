@@ -69,10 +69,8 @@ def translate(args: Args) -> Config:
     """Return the checked configuration. Reads the model's folder, but no weights and no videos."""
     base, settings = _model_settings(args)
     if (name := args.optimizer.lower()) not in _OPTIMIZERS:
-        raise ValueError(
-            f"--optimizer {cut(args.optimizer)}: must be adamw, adam or prodigy (came needs whole "
-            f"matrices, which ZeRO splits){nearest(name, _OPTIMIZERS)}"
-        )
+        text = f"--optimizer {cut(args.optimizer)}: must be adamw, adam or prodigy (came needs whole matrices"
+        raise ValueError(f"{text}, which ZeRO splits){nearest(name, _OPTIMIZERS)}")
     settings |= _settings(args)
     # The file of --deepspeed_config comes last: it replaces the zero_optimization that is set here.
     settings |= deepspeed_settings(args)
@@ -86,10 +84,8 @@ def _model_settings(args: Args) -> tuple[Path, Given]:
         may_download = not (args.dry_run or args.plan is not None)
         folder = hub_folder(str(folder), "--model_path", may_download=may_download)
     if not (folder / "transformer" / "config.json").is_file():
-        raise ValueError(
-            f"--model_path {cut(str(folder))}: has no transformer/config.json; give the folder or the "
-            "hub id of a CogVideoX pipeline of diffusers"
-        )
+        text = f"--model_path {cut(str(folder))}: has no transformer/config.json; give the folder or the hub id of "
+        raise ValueError(f"{text}a CogVideoX pipeline of diffusers")
     _check_family(args, Family.of_config(identify(open_source(folder))))
     base, values = find_config(folder)
     settings: Given = {key: (value, str(folder)) for key, value in values.items()}
@@ -130,16 +126,12 @@ def _check_family(args: Args, family: Family) -> None:
     kind = name[-3:]
     # A registered name of the user's own says nothing about the model.
     if (args.model_name in BUILT_IN and args.model_name != name) or args.model_type != kind:
-        raise ValueError(
-            f"--model_name {args.model_name} --model_type {args.model_type}: {args.model_path} has "
-            f"in_channels={family.in_channels}, {member.name}; use --model_name {name} "
-            f"--model_type {kind}"
-        )
+        text = f"--model_name {args.model_name} --model_type {args.model_type}: {args.model_path} "
+        text += f"has in_channels={family.in_channels}, {member.name}; use --model_name {name} --model_type {kind}"
+        raise ValueError(text)
     if args.mixed_precision == "fp16" and member is not COGVIDEOX_2B:
-        raise ValueError(
-            f"--mixed_precision fp16: only CogVideoX-2B was trained in fp16, {member.name} overflows "
-            "in it; use bf16"
-        )
+        text = f"--mixed_precision fp16: only CogVideoX-2B was trained in fp16, {member.name} overflows in it"
+        raise ValueError(f"{text}; use bf16")
 
 
 def _settings(args: Args) -> Given:
@@ -260,11 +252,9 @@ def read_launch(
     }
     for name in _REFUSED:
         if _is_true(given.get(name, "")):
-            raise ValueError(
-                f"{_PREFIX}{name}={given[name]} is not supported, since cogfast shards with DeepSpeed's "
-                "ZeRO; change the file of accelerate launch --config_file: distributed_type DEEPSPEED or "
-                "MULTI_GPU"
-            )
+            text = f"{_PREFIX}{name}={given[name]} is not supported, since cogfast shards with DeepSpeed's ZeRO"
+            text += "; change the file of accelerate launch --config_file: distributed_type DEEPSPEED or MULTI_GPU"
+            raise ValueError(text)
     # "no" is also accelerate's default, so it does not contradict --mixed_precision.
     precision = given.get("MIXED_PRECISION", "no").lower()
     asked = None if precision == "no" else precision
@@ -370,10 +360,8 @@ def _mapping(file: Path, found: object, key: str) -> dict[str, Any]:
 
 def _refuse(args: Args, option: str, file: Path | str, key: str, value: object) -> None:
     given = show(getattr(args, option)).strip("'")
-    raise ValueError(
-        f"--{option} {given}, but {file} has {key}={show(value)}; change one of "
-        "them, or set it to auto"
-    )
+    text = f"--{option} {given}, but {file} has {key}={show(value)}; change one of them, or set it to auto"
+    raise ValueError(text)
 
 
 def _without_effect(args: Args) -> dict[str, str]:

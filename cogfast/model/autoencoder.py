@@ -84,10 +84,8 @@ class EncodePlan:
 def check_pixels(height: int, width: int) -> None:
     """Raise ValueError for frames that do not divide into latent pixels."""
     if height % SPATIAL_COMPRESSION or width % SPATIAL_COMPRESSION:
-        raise ValueError(
-            f"frames of {height}x{width} do not divide into latent pixels; "
-            f"use rows and columns that are multiples of {SPATIAL_COMPRESSION}"
-        )
+        text = f"frames of {height}x{width} do not divide into latent pixels; use rows and columns that are "
+        raise ValueError(f"{text}multiples of {SPATIAL_COMPRESSION}")
 
 
 _Plan = TypeVar("_Plan", DecodePlan, EncodePlan)
@@ -150,10 +148,8 @@ class VideoAutoencoder(nn.Module):
     ) -> None:
         super().__init__()
         if (path is None) == (inner is None):
-            raise ValueError(
-                f"first_stage_config.params.path={path}: give the vae folder of a diffusers "
-                "CogVideoX model (SAT's 3d-vae.pt goes with encoder_config and decoder_config)"
-            )
+            text = f"first_stage_config.params.path={path}: give the vae folder of a diffusers CogVideoX model "
+            raise ValueError(f"{text}(SAT's 3d-vae.pt goes with encoder_config and decoder_config)")
         if path is not None:
             inner = _read_folder(Path(path), dtype)
         # diffusers is imported late, so `inner` is annotated as a module and only named here.
@@ -312,10 +308,8 @@ def _read_folder(path: Path, dtype: torch.dtype) -> nn.Module:
 
     folder = path / "vae" if (path / "vae" / "config.json").is_file() else path
     if not (folder / "config.json").is_file():
-        raise ValueError(
-            f"first_stage_config.params.path={path} has no config.json; "
-            "give the vae folder of a diffusers CogVideoX model"
-        )
+        text = f"first_stage_config.params.path={path} has no config.json"
+        raise ValueError(f"{text}; give the vae folder of a diffusers CogVideoX model")
     config, files = read_vae_config(folder), SafetensorsFiles(folder)
     with torch.device("meta"):
         inner = AutoencoderKLCogVideoX(**config.arguments())

@@ -60,10 +60,9 @@ class TransformerConfig:
         # Refuse sizes of too large a model before anything of that size is allocated. A layer has about 12 M^2
         # weights.
         if self.num_layers * self.hidden_size**2 > _MOST_PRODUCT:
-            raise ValueError(
-                f"num_layers={self.num_layers} and hidden_size={self.hidden_size} make a network of "
-                f"{12 * self.num_layers * self.hidden_size**2:.0e} weights or more; use at most 1e+11"
-            )
+            text = f"num_layers={self.num_layers} and hidden_size={self.hidden_size} make a "
+            text += f"network of {12 * self.num_layers * self.hidden_size**2:.0e} weights or more"
+            raise ValueError(f"{text}; use at most 1e+11")
         # Position tables grow with the product of three sizes, each of which may be in range.
         grid, patch, table = self.grid, self.patch_size, 0
         if self.position == "sincos" or self.learnable_position:
@@ -77,30 +76,23 @@ class TransformerConfig:
                 f"{_MOST_TOKENS} tokens and tables of at most {_MOST_TABLE} numbers"
             )
         if self.hidden_size % self.num_attention_heads:
-            raise ValueError(
-                f"num_attention_heads={self.num_attention_heads} must divide "
-                f"hidden_size={self.hidden_size}"
-            )
+            text = f"num_attention_heads={self.num_attention_heads} must divide hidden_size={self.hidden_size}"
+            raise ValueError(text)
         if self.position == "rotary" and self.head_width % 16:
-            raise ValueError(
-                f"hidden_size/num_attention_heads={self.head_width}: a rotary head needs a multiple "
-                "of 16 entries (a quarter for time, 3/8 each for rows and columns); use 64"
-            )
+            text = f"hidden_size/num_attention_heads={self.head_width}: a rotary head needs a multiple of 16 "
+            text += "entries (a quarter for time, 3/8 each for rows and columns); use 64"
+            raise ValueError(text)
         # 3/8 of the width for columns and rows each, half of it sines and half cosines.
         if self.position == "sincos" and self.hidden_size % 16:
             raise ValueError(f"hidden_size={self.hidden_size}: must be a multiple of 16")
         # Negative and repeated layers would adapt a layer twice.
         layers = self.lora_layers or ()
         if not all(0 <= i < self.num_layers for i in layers) or len(set(layers)) < len(layers):
-            raise ValueError(
-                f"lora_config layer_range={list(layers)} must name layers from 0 to "
-                f"{self.num_layers - 1}, each once"
-            )
+            text = f"lora_config layer_range={list(layers)} must name layers from 0 to {self.num_layers - 1}"
+            raise ValueError(f"{text}, each once")
         if self.ofs_embed_dim not in (None, self.time_embed_dim):
-            raise ValueError(
-                f"ofs_embed_dim={self.ofs_embed_dim} must equal time_embed_dim="
-                f"{self.time_embed_dim}: the two embeddings are added"
-            )
+            text = f"ofs_embed_dim={self.ofs_embed_dim} must equal time_embed_dim={self.time_embed_dim}: "
+            raise ValueError(f"{text}the two embeddings are added")
 
     @property
     def adapters(self) -> str | None:

@@ -61,11 +61,9 @@ def _check_grid(grid: TokenGrid, held: TokenGrid, is_exact: bool) -> None:
     is_equal = (grid.h, grid.w) == (held.h, held.w)
     if grid.t > held.t or not (is_equal if is_exact else grid.h <= held.h and grid.w <= held.w):
         rule = "exactly" if is_exact else "at most"
-        raise ValueError(
-            f"video of {grid.t}x{grid.h}x{grid.w} tokens (frames x rows x columns): the position table "
-            f"holds up to {held.t} frames of {rule} {held.h}x{held.w}; set num_frames, latent_height "
-            "and latent_width of model.network_config.params to the clip's"
-        )
+        text = f"video of {grid.t}x{grid.h}x{grid.w} tokens (frames x rows x columns): the position table holds up "
+        text += f"to {held.t} frames of {rule} {held.h}x{held.w}; set num_frames, latent_height "
+        raise ValueError(f"{text}and latent_width of model.network_config.params to the clip's")
 
 
 def sincos_table(
@@ -147,10 +145,8 @@ class PositionTable(nn.Module):
         """hidden [B, S, M] with num_text text rows in front -> [B, S, M]."""
         _check_grid(grid, self.grid, is_exact=True)
         if num_text != self.text_length:
-            raise ValueError(
-                f"{num_text} text tokens: the position table is made for text_length="
-                f"{self.text_length}; set max_length of the text encoder to it"
-            )
+            text = f"{num_text} text tokens: the position table is made for text_length={self.text_length}"
+            raise ValueError(f"{text}; set max_length of the text encoder to it")
         # Tokens are ordered by frame, so a shorter clip uses the first rows of the table.
         return hidden + self.weight[:, : hidden.shape[1]]
 

@@ -171,10 +171,8 @@ class T5TextEncoder(_PaddedT5):
         ids = super().tokenize(captions)
         largest, size = int(ids.max()), self.transformer.config.vocab_size
         if largest >= size:
-            raise ValueError(
-                f"model_dir={self.folder}: its vocabulary has the token {largest}, the encoder has "
-                f"{size}; copy both from one T5 download"
-            )
+            text = f"model_dir={self.folder}: its vocabulary has the token {largest}, the encoder has {size}"
+            raise ValueError(f"{text}; copy both from one T5 download")
         return ids
 
 
@@ -205,10 +203,8 @@ class ByteTextEncoder(_PaddedT5):
         super().__init__()
         size = num_layers * d_model * (3 * d_ff + 4 * d_kv * num_heads)
         if size > _MOST_WEIGHTS:
-            raise ValueError(
-                f"ByteTextEncoder of {size} weights: it may have {_MOST_WEIGHTS} at most; use a "
-                "smaller d_model, d_ff or num_layers"
-            )
+            text = f"ByteTextEncoder of {size} weights: it may have {_MOST_WEIGHTS} at most"
+            raise ValueError(f"{text}; use a smaller d_model, d_ff or num_layers")
         self.max_length, self.width = max_length, d_model
         # PyTorch's layers draw their first weights from its global generator.
         with torch.random.fork_rng(devices=[]), torch.device("cpu"):
@@ -339,22 +335,17 @@ def _find_folders(model_dir: str, cache_dir: str | None) -> tuple[Path, Path]:
     if not folder.is_dir() and cache_dir is not None:
         folder = _cached_folder(model_dir, cache_dir)
     if not folder.is_dir():
-        raise ValueError(
-            f"model_dir={model_dir} is not a folder; give the folder of T5's encoder "
-            "(config.json, weights and spiece.model or tokenizer.json)"
-        )
+        text = f"model_dir={model_dir} is not a folder; give the folder of T5's encoder (config.json, weights and "
+        raise ValueError(f"{text}spiece.model or tokenizer.json)")
     is_pipeline = (folder / "text_encoder").is_dir() and (folder / "tokenizer").is_dir()
     weights = folder / "text_encoder" if is_pipeline else folder
     vocabulary = folder / "tokenizer" if is_pipeline else folder
     if not (weights / "config.json").is_file():
-        raise ValueError(
-            f"model_dir={model_dir} has no config.json; give the folder of T5's encoder"
-        )
+        text = f"model_dir={model_dir} has no config.json; give the folder of T5's encoder"
+        raise ValueError(text)
     if not any((vocabulary / name).is_file() for name in VOCABULARY_FILES):
-        raise ValueError(
-            f"model_dir={model_dir} has no vocabulary ({' or '.join(VOCABULARY_FILES)}), so every "
-            "word would become <unk>; copy the file from the T5 download into the folder"
-        )
+        text = f"model_dir={model_dir} has no vocabulary ({' or '.join(VOCABULARY_FILES)}), so every word would "
+        raise ValueError(f"{text}become <unk>; copy the file from the T5 download into the folder")
     return weights, vocabulary
 
 
@@ -368,10 +359,8 @@ def _cached_folder(name: str, cache_dir: str) -> Path:
     except HFValidationError:
         config = None
     if not isinstance(config, str):
-        raise ValueError(
-            f"model_dir={name} is neither a folder nor a model in cache_dir={cache_dir}; give the folder "
-            f"of T5's encoder, or run hf download {name} --cache-dir {cache_dir}"
-        )
+        text = f"model_dir={name} is neither a folder nor a model in cache_dir={cache_dir}; give the folder of "
+        raise ValueError(f"{text}T5's encoder, or run hf download {name} --cache-dir {cache_dir}")
     return Path(config).parent
 
 
@@ -422,10 +411,8 @@ def _panics_as_errors(folder: Path) -> Iterator[None]:
     except BaseException as error:
         if type(error).__module__ != "pyo3_runtime":
             raise
-        raise ValueError(
-            f"model_dir={folder}: the tokenizer's vocabulary is damaged ({brief(str(error))}); "
-            "copy the folder again"
-        ) from None
+        text = f"model_dir={folder}: the tokenizer's vocabulary is damaged ({brief(str(error))})"
+        raise ValueError(f"{text}; copy the folder again") from None
 
 
 def _read_tokenizer(folder: Path) -> Any:
@@ -440,9 +427,8 @@ def _read_tokenizer(folder: Path) -> Any:
             )
         except Exception as error:  # the loaders of its file formats raise errors of many types
             reason = brief(str(error).strip().partition("\n")[0] or type(error).__name__)
-            raise ValueError(
-                f"model_dir={folder}: transformers cannot read its tokenizer ({reason}); {_AGAIN}"
-            ) from None
+            text = f"model_dir={folder}: transformers cannot read its tokenizer ({reason})"
+            raise ValueError(f"{text}; {_AGAIN}") from None
 
 
 def _check_vocabulary(tokenizer, folder: Path) -> None:
@@ -452,16 +438,13 @@ def _check_vocabulary(tokenizer, folder: Path) -> None:
         ids = tokenizer("a video of the sea", add_special_tokens=False)["input_ids"]
         ended = tokenizer("a video of the sea")["input_ids"]
     if not ids or tokenizer.unk_token_id in ids:
-        raise ValueError(
-            f"model_dir={folder}: its vocabulary lacks plain English words, which become "
-            "<unk>; copy spiece.model or tokenizer.json from the T5 download into the folder"
-        )
+        text = f"model_dir={folder}: its vocabulary lacks plain English words, which become <unk>"
+        text += "; copy spiece.model or tokenizer.json from the T5 download into the folder"
+        raise ValueError(text)
     added = [token.content for token in tokenizer.added_tokens_decoder.values()]
     odd = [token for token in added if not _ADDED_TOKEN.fullmatch(token)]
     if odd or ended != [*ids, _END]:
         of_text = f"{ended} for a caption of {ids}"
         wrong = f"added tokens such as {brief(odd[0])!r}" if odd else of_text
-        raise ValueError(
-            f"model_dir={folder}: its tokenizer has {wrong}; T5's appends </s> = {_END}; copy the "
-            "tokenizer's files of the T5 download again"
-        )
+        text = f"model_dir={folder}: its tokenizer has {wrong}; T5's appends </s> = {_END}"
+        raise ValueError(f"{text}; copy the tokenizer's files of the T5 download again")

@@ -403,10 +403,8 @@ def freeze(
         # SAT's configs also list prefixes of the VAE and the text encoder.
         is_elsewhere = prefix == "all" or prefix.startswith(DEFAULT_FROZEN_PREFIXES)
         if not is_elsewhere and not any(name.startswith(prefix) for name in names):
-            raise ValueError(
-                f"model.not_trainable_prefixes: no parameter's name starts with {prefix!r}; use "
-                f"all, or a name such as {names[0]}"
-            )
+            text = f"model.not_trainable_prefixes: no parameter's name starts with {prefix!r}"
+            raise ValueError(f"{text}; use all, or a name such as {names[0]}")
     # A model arrives with all parameters trainable, so nothing has to be set to True.
     freezes_all = is_lora_only or "all" in prefixes
     chosen = _of_modules(transformer, trainable_modules or ())

@@ -187,11 +187,9 @@ def assemble_transformer(
 
 def _refuse_part(what: str, report: LoadReport) -> NoReturn:
     """Refuse weights that are only a part of the model, such as the checkpoint of a LoRA run."""
-    raise ValueError(
-        f"{what} has {report.num_loaded} tensors and lacks {len(report.lacking)}, first "
-        f"{report.lacking[0]}: a run saves only what it trains, such as adapters; set args.load to the base "
-        "model's folder (`cogfast sample RUN_FOLDER` reads both)"
-    )
+    text = f"{what} has {report.num_loaded} tensors and lacks {len(report.lacking)}"
+    text += f", first {report.lacking[0]}: a run saves only what it trains, such as adapters; set args.load "
+    raise ValueError(f"{text}to the base model's folder (`cogfast sample RUN_FOLDER` reads both)")
 
 
 def assemble_encoder(
@@ -267,19 +265,16 @@ def assemble_datasets(
     whole = build(args.key("train_data"), args.train_data)
     if args.train_data_weights is not None:
         if not isinstance(whole, CaptionedVideos):
-            raise ValueError(
-                f"args.train_data_weights={args.train_data_weights}: {type(whole).__name__} does not report the "
-                "sources of its samples; remove the key"
-            )
+            text = f"args.train_data_weights={args.train_data_weights}: {type(whole).__name__} does not report the "
+            raise ValueError(f"{text}sources of its samples; remove the key")
         whole = whole.with_source_weights(args.train_data_weights)
     train, valid = whole, None
     if isinstance(whole, CaptionedVideos) and whole.clips.splits is not None:
         # Rows of split test are in neither part.
         train, valid = (whole.with_clips(whole.clips.in_split(n)) for n in ("train", "valid"))
         if not len(train):
-            raise ValueError(
-                "args.train_data: no row has split train; change column split of the manifest"
-            )
+            text = "args.train_data: no row has split train; change column split of the manifest"
+            raise ValueError(text)
     if args.valid_data:
         valid = build(args.key("valid_data"), args.valid_data)
         if isinstance(valid, CaptionedVideos) and valid.clips.splits is not None:
@@ -351,10 +346,9 @@ def _with_others(
     for name in sorted(unused):
         logger.info("%s: %s are not read; %s reads them", key, *_OTHERS[name])
     if is_masked and "mask" not in others and key == TrainKeys.key("train_data"):
-        raise ValueError(
-            f"{key}: no sample has a mask, but loss_fn_config.params.masked is set; list masks in column mask "
-            "of a manifest, in masks.txt beside videos.txt, or as x.mask.mp4 in a shard, or remove the key"
-        )
+        text = f"{key}: no sample has a mask, but loss_fn_config.params.masked is set"
+        text += "; list masks in column mask of a manifest, in masks.txt beside videos.txt"
+        raise ValueError(f"{text}, or as x.mask.mp4 in a shard, or remove the key")
     if unused:
         dataset = dataset.with_clips(dataset.clips.without(unused))
     if "control" in inputs:
@@ -390,10 +384,9 @@ def check_prior(
     if all(map(is_lora_parameter, names)):
         return
     having = counted(num_prior, "sample has", "samples have")
-    raise ValueError(
-        f"args.train_data: {having} prior: true, whose target is the model without its adapters, but this "
-        "run trains other weights than LoRA's; set args.lora_rank=64 (or another rank), or remove column prior"
-    )
+    text = f"args.train_data: {having} prior: true, whose target is the model without its adapters"
+    text += ", but this run trains other weights than LoRA's"
+    raise ValueError(f"{text}; set args.lora_rank=64 (or another rank), or remove column prior")
 
 
 def _part(dataset: SizedDataset, indices: Sequence[int]) -> SizedDataset:

@@ -243,10 +243,9 @@ class Encoder:
             elif pixels is not None:
                 frame = pixels[:, :, :1]
             else:
-                raise ValueError(
-                    "model.noised_image_input=true, but the batch has neither pixels nor images nor "
-                    "image_latents; use a data set that returns one of them with encoded_videos"
-                )
+                text = "model.noised_image_input=true, but the batch has neither pixels nor "
+                text += "images nor image_latents; use a data set that returns one of them with encoded_videos"
+                raise ValueError(text)
             # Upstream noises the pixels of the image, not its latents.
             image = self.encode_image(add_first_frame_noise(frame.float(), rng), rng)
         return self.pad_to_frames(image, latents.shape[2])
@@ -260,10 +259,8 @@ class Encoder:
             moments = Moments(batch["control_mean"], batch.get("control_logvar"))
             return self._sample(moments, rng, purpose, self.scale_factor)
         if "control" not in batch:
-            raise ValueError(
-                "model.conditions has control, but the batch has neither control nor control_latents; "
-                "use a data set that returns one of them"
-            )
+            text = "model.conditions has control, but the batch has neither control nor control_latents; use a "
+            raise ValueError(f"{text}data set that returns one of them")
         return self.encode_video(batch["control"].transpose(1, 2), rng, purpose)
 
     def _given_pixels(self, batch: dict, pixels: Tensor | None) -> Tensor:

@@ -61,10 +61,9 @@ def parameter_groups(
     decay = {} if weight_decay is None else {"weight_decay": weight_decay}
     matrices = muon_matrices(module) if is_for_muon else {}
     if is_for_muon and not matrices:
-        raise ValueError(
-            "deepspeed.optimizer.type=Muon: the run trains none of the matrices that it orthogonalizes (attention, "
-            "fc1, fc2), so that it would be AdamW; use sat.ops.FusedEmaAdam"
-        )
+        text = "deepspeed.optimizer.type=Muon: the run trains none of the matrices that it orthogonalizes "
+        text += "(attention, fc1, fc2), so that it would be AdamW; use sat.ops.FusedEmaAdam"
+        raise ValueError(text)
     others = [p for p in decayed if p not in matrices]
     groups = [{"params": others, **decay}, {"params": undecayed, "weight_decay": 0.0}]
     for num_parts in sorted({*matrices.values()}):
@@ -105,10 +104,8 @@ def build_optimizer(
         params["lr"] = lr
     if kind.lower() in ("adam", "adamw"):
         if not params.pop("bias_correction", True):
-            raise ValueError(
-                "deepspeed.optimizer.params.bias_correction=false does not work with type "
-                f"{kind}; use type sat.ops.FusedEmaAdam"
-            )
+            text = f"deepspeed.optimizer.params.bias_correction=false does not work with type {kind}; use type "
+            raise ValueError(f"{text}sat.ops.FusedEmaAdam")
         # DeepSpeed's Adam is AdamW by default, and its AdamW ignores adam_w_mode.
         is_decoupled = params.pop("adam_w_mode", True) or kind.lower() == "adamw"
         # A choice of kernel, and torch's default behaviour
@@ -127,10 +124,8 @@ def build_optimizer(
     )
     for key, value, is_unsupported in asked:
         if is_unsupported:
-            raise ValueError(
-                f"args.{key}={value} is for deepspeed.optimizer.type=sat.ops.FusedEmaAdam, not "
-                f"{section['type']}; use that type, or leave the key out"
-            )
+            text = f"args.{key}={value} is for deepspeed.optimizer.type=sat.ops.FusedEmaAdam, not {section['type']}"
+            raise ValueError(f"{text}; use that type, or leave the key out")
     if isinstance(optimizer, FusedEmaAdam):
         optimizer.kernels = kernels
         optimizer.has_8bit_moments = moments == "8bit"
@@ -153,18 +148,14 @@ def build_learning_rate(args: TrainKeys, num_steps: int) -> Callable[[int], floa
     warmup, warmup_steps = args.warmup, args.warmup_steps
     # diffusers accepts a warm-up that does not end; warn_of_rate reports it.
     if warmup_steps is not None and warmup_steps > num_steps and args.lr_first_step:
-        raise ValueError(
-            f"args.warmup_steps={warmup_steps} must not exceed the run's {num_steps} steps; set "
-            f"args.warmup_steps={num_steps} or less"
-        )
+        text = f"args.warmup_steps={warmup_steps} must not exceed the run's {num_steps} steps"
+        raise ValueError(f"{text}; set args.warmup_steps={num_steps} or less")
     if args.lr_schedule == "sat":
         end = max(1, num_steps if args.lr_decay_iters is None else args.lr_decay_iters)
         return _sat_rate(args, end, warmup * end if warmup_steps is None else warmup_steps)
     if args.lr_schedule == "polynomial" and args.lr < _POLYNOMIAL_END:
-        raise ValueError(
-            f"args.lr={args.lr} must be at least {_POLYNOMIAL_END:g}, where lr_schedule=polynomial "
-            "ends; raise it"
-        )
+        text = f"args.lr={args.lr} must be at least {_POLYNOMIAL_END:g}, where lr_schedule=polynomial ends"
+        raise ValueError(f"{text}; raise it")
     if args.lr_schedule == "constant" and not args.lr_first_step:
         warmup_steps = 0
     return _decayed_rate(

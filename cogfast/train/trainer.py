@@ -127,10 +127,8 @@ class Trainer:
             stop.finish()
             self.engine.wait_for_weights()
             if self.step > self.writer.saved_step:
-                raise RuntimeError(
-                    f"step {self.step} could not be saved (see the error above); "
-                    f"{self.parts.how_to_resume()}"
-                )
+                text = f"step {self.step} could not be saved (see the error above); {self.parts.how_to_resume()}"
+                raise RuntimeError(text)
             self._log_end(stop)
             if not groups.is_main:  # before rank 0 gives the run's folder to others
                 self.parts.uploads.close()
@@ -140,10 +138,8 @@ class Trainer:
                 raise RuntimeError("a signal to another machine ended these ranks, too")
             num_skipped = int(self.engine.num_skipped)  # sync: once
             if self.parts.step == 0 and self.step == num_skipped == self.num_steps:
-                raise RuntimeError(
-                    f"the run has trained nothing: all {counted(num_skipped, 'step')} had non-finite "
-                    "gradients and were skipped; look at the first warning above"
-                )
+                text = f"the run has trained nothing: all {counted(num_skipped, 'step')} had non-finite gradients "
+                raise RuntimeError(f"{text}and were skipped; look at the first warning above")
 
     def _run_steps(self, stop: StopRequest) -> None:
         args, engine, watchers = self.args, self.engine, self.watchers
@@ -205,10 +201,8 @@ class Trainer:
                 noised = self.loss.for_samples(noised, mask, base, is_prior)
             losses = self.losses(batch, noised, conditioning)
         if losses.shape != latents.shape[:1]:
-            raise ValueError(
-                f"losses returned the shape {list(losses.shape)} for {len(latents)} samples; return one "
-                "loss for each sample, before their mean"
-            )
+            text = f"losses returned the shape {list(losses.shape)} for {len(latents)} samples"
+            raise ValueError(f"{text}; return one loss for each sample, before their mean")
         self.bands.add(noised.timesteps, losses, is_prior)
         return losses.mean()
 

@@ -219,11 +219,9 @@ def _set_classes(transformer: Any, function: str, is_applied: bool) -> None:
     found = [(model, kind), *((block, block_kind) for block in blocks)]
     for module, kind in found:
         if type(module) not in (kind, made[kind]):
-            raise ValueError(
-                f"{function}: {type(module).__name__} is not diffusers' {kind.__name__}; pass a "
-                "CogVideoXTransformer3DModel or a PeftModel of one, before DDP, FSDP or "
-                "torch.compile wrap it"
-            )
+            text = f"{function}: {type(module).__name__} is not diffusers' {kind.__name__}"
+            text += "; pass a CogVideoXTransformer3DModel or a PeftModel of one"
+            raise ValueError(f"{text}, before DDP, FSDP or torch.compile wrap it")
     for module, kind in found:
         module.__class__ = made[kind] if is_applied else kind
 

@@ -86,11 +86,9 @@ def open_adapter(
     # Only runs have averaged adapters.
     source = open_source(Path(path), ema if find_run_checkpoint(Path(path)) else False)
     if source.unexpected:
-        raise ValueError(
-            f"{source.description}: {counted(len(source.unexpected), 'tensor')} with unknown names, first "
-            f"{brief(source.unexpected[0])}; remove them with cogfast convert {path} DST --to peft "
-            "--allow-unexpected"
-        )
+        text = f"{source.description}: {counted(len(source.unexpected), 'tensor')} with unknown names, first "
+        text += f"{brief(source.unexpected[0])}; remove "
+        raise ValueError(f"{text}them with cogfast convert {path} DST --to peft --allow-unexpected")
     return only_adapters(source, with_others)
 
 
@@ -104,11 +102,9 @@ def only_adapters(source: WeightSource, with_others: bool = False) -> WeightSour
     check_pairs(source.description, {name: source.shapes[name] for name in names})
     others = sorted(n for n in source.trained & source.shapes.keys() if not is_lora_parameter(n))
     if others and not with_others:
-        raise ValueError(
-            f"{source.description}: has trained {counted(len(others), 'tensor')} beside the adapters, which "
-            f"adapters alone lack: {first_of(others)}; write the whole model with cogfast convert BASE DST --to "
-            "diffusers --merge-lora RUN"
-        )
+        text = f"{source.description}: has trained {counted(len(others), 'tensor')} beside the adapters, which "
+        text += f"adapters alone lack: {first_of(others)}; write the whole model "
+        raise ValueError(f"{text}with cogfast convert BASE DST --to diffusers --merge-lora RUN")
     names |= {name.replace(".original.", "."): name for name in others}
     return replace(selected(source, names), is_partial=True)
 
@@ -201,10 +197,8 @@ def check_member(adapter: WeightSource, family: Family, where: str) -> None:
         text = "%s does not say on which model it was trained, and others than %s have linears of these shapes, too"
         logger.warning(text, adapter.description, name)
     elif (trained.patch, trained.is_rotary) != (family.member.patch, family.member.is_rotary):
-        raise ValueError(
-            f"{adapter.description}: was trained on {trained.name}, but {where} is {name}; use {trained.name} "
-            f"or adapters of {name}"
-        )
+        text = f"{adapter.description}: was trained on {trained.name}, but {where} is {name}"
+        raise ValueError(f"{text}; use {trained.name} or adapters of {name}")
     elif trained.name != name:
         text = "%s was trained on %s, and %s is %s, which has other inputs"
         logger.warning(text, adapter.description, trained.name, where, name)
@@ -216,10 +210,8 @@ def check_fits(adapter: WeightSource, shapes: Mapping[str, tuple[int, ...]]) -> 
         pair = PAIR.fullmatch(name)
         if pair is None:  # a weight that takes the place of the model's
             if shapes.get(name) != shape:
-                raise ValueError(
-                    f"{adapter.description}: {name} {list(shape)} has no place in the model; use the base that "
-                    "it was trained on"
-                )
+                text = f"{adapter.description}: {name} {list(shape)} has no place in the model"
+                raise ValueError(f"{text}; use the base that it was trained on")
             continue
         rows, columns = shape
         weight = shapes.get(f"{pair['module']}.weight", (0, 0))
@@ -248,20 +240,17 @@ def check_config(adapter: WeightSource, config: TransformerConfig) -> None:
     found = adapters_of(adapter)
     assert found is not None, f"{adapter.description}: no adapters"
     if found.others:
-        raise ValueError(
-            f"{adapter.description}: also adapts {', '.join(found.others)}, but cogfast trains "
-            f"adapters of {', '.join(TARGETS)} only; merge it into the base (cogfast convert "
-            "--merge-lora) and train new ones"
-        )
+        text = f"{adapter.description}: also adapts {', '.join(found.others)}"
+        text += f", but cogfast trains adapters of {', '.join(TARGETS)} only; merge it "
+        raise ValueError(f"{text}into the base (cogfast convert --merge-lora) and train new ones")
     check_fits(adapter, _adaptable(config))
     if adapter.member is not None:
         check_member(adapter, Family.of_config(config), "the configured model")
     rank, *other_ranks = found.ranks
     if other_ranks:
-        raise ValueError(
-            f"{adapter.description}: its ranks are {', '.join(map(str, found.ranks))}, but a model "
-            "has the same rank everywhere; merge it into the base (cogfast convert --merge-lora)"
-        )
+        text = f"{adapter.description}: its ranks are {', '.join(map(str, found.ranks))}"
+        text += ", but a model has the same rank everywhere; merge it into the base (cogfast convert --merge-lora)"
+        raise ValueError(text)
     alpha = config.lora_alpha if found.alpha is None else found.alpha
     layers = range(config.num_layers) if config.lora_layers is None else config.lora_layers
     has_places = {*found.targets} <= {*config.lora_targets} and {*found.layers} <= {*layers}
@@ -272,11 +261,9 @@ def check_config(adapter: WeightSource, config: TransformerConfig) -> None:
         has += f", in layers {list(layers)}"
         set_layers = f" {LORA_KEY}.layer_range=[{','.join(map(str, found.layers))}]"
     modules = ",".join(LORA_SHORT[name] for name in found.targets)
-    raise ValueError(
-        f"{adapter.description}: its {found.num_tensors} LoRA tensors do not fit the config, which has {has}; "
-        f"set args.lora_rank={rank} args.lora_alpha={alpha:g} args.lora_modules=[{modules}]{set_layers}, "
-        "or first merge them into the base (cogfast convert --merge-lora)"
-    )
+    text = f"{adapter.description}: its {found.num_tensors} LoRA tensors do not fit the config, which has {has}"
+    text += f"; set args.lora_rank={rank} args.lora_alpha={alpha:g} args.lora_modules=[{modules}]{set_layers}"
+    raise ValueError(f"{text}, or first merge them into the base (cogfast convert --merge-lora)")
 
 
 def _adaptable(config: TransformerConfig) -> dict[str, tuple[int, ...]]:

@@ -77,11 +77,9 @@ def fitted(
     num_text, old, new = found.text_length, found.grid, config.grid
     _, rows, width = source.shapes[name]
     if rows != num_text + old.num_tokens:
-        raise ValueError(
-            f"{source.description}: {name} has {rows} rows, but {num_text} of text and {old.t}x{old.h}x"
-            f"{old.w} of video (frames x rows x columns) were expected; model.learned_positions=resize "
-            "needs the config.json that belongs to these tensors"
-        )
+        text = f"{source.description}: {name} has {rows} rows, but {num_text} of text and {old.t}x{old.h}x{old.w} "
+        text += "of video (frames x rows x columns) were expected; model.learned_positions=resize "
+        raise ValueError(f"{text}needs the config.json that belongs to these tensors")
 
     def interpolated(values: Tensor) -> Tensor:
         # In float32, trilinear, by the tokens' centres

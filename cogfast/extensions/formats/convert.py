@@ -70,9 +70,8 @@ def convert(
     if not source_path.exists():
         raise ValueError(f"{src}: no such file or folder; give the path of the weights to convert")
     if to != "sat" and model_parallel_size != 1:
-        raise ValueError(
-            f"--model-parallel-size {model_parallel_size} has a meaning with --to sat only; leave it out"
-        )
+        text = f"--model-parallel-size {model_parallel_size} has a meaning with --to sat only; leave it out"
+        raise ValueError(text)
     kind = None if dtype is None else getattr(torch, dtype)
     # A VAE has formats and options of its own, and nothing in common with adapters.
     if (vae := open_vae(source_path)) is not None:
@@ -85,10 +84,8 @@ def convert(
             logger.info("%s: %s", dst, verify_vae(vae, target_path, kind))
         return
     if scaling_factor is not None:
-        raise ValueError(
-            f"--scaling-factor {scaling_factor} applies to a VAE, but {src} is a transformer; leave it "
-            "out"
-        )
+        text = f"--scaling-factor {scaling_factor} applies to a VAE, but {src} is a transformer; leave it out"
+        raise ValueError(text)
     lora = add_lora or (split_scale(merge_lora, "--merge-lora")[0] if merge_lora else None)
     # A run's adapters were trained beside the plain weights of the model that it started from.
     has_averages = ema and (lora is None or find_run_checkpoint(Path(lora)) is None)
@@ -100,10 +97,9 @@ def convert(
             logger.warning("%s: %s; before sampling there: %s", run, *found)
     source = with_lora_options(source, merge_lora, add_lora, lora_alpha, ema)
     if source.unexpected and not allow_unexpected:
-        raise ValueError(
-            f"{source.description}: {counted(len(source.unexpected), 'tensor')} with unknown names: "
-            f"{first_of(source.unexpected)}; cogfast convert skips them with --allow-unexpected"
-        )
+        text = f"{source.description}: {counted(len(source.unexpected), 'tensor')} with unknown "
+        text += f"names: {first_of(source.unexpected)}; cogfast convert skips them with --allow-unexpected"
+        raise ValueError(text)
     trained = source
     if to == "sat":
         source = _with_sat_strength(source)
@@ -111,10 +107,8 @@ def convert(
         write_adapters(source, target_path, kind, verify, to)
         return
     if all(is_lora_parameter(name) for name in source.shapes):
-        raise ValueError(
-            f"{source.description}: has adapters only; use --to peft, or give their base: cogfast "
-            f"convert BASE {dst} --to {to} --merge-lora {src} (SAT: or --add-lora {src})"
-        )
+        text = f"{source.description}: has adapters only; use --to peft, or give their base: cogfast convert BASE "
+        raise ValueError(f"{text}{dst} --to {to} --merge-lora {src} (SAT: or --add-lora {src})")
     config = identify(source)
     check_complete(source, config)
     family, count = Family.of_config(config), counted(len(source.shapes), "tensor")
@@ -176,30 +170,23 @@ def with_lora_options(
     lora, has_own = merge or add, any(map(is_lora_parameter, source.shapes))
     if lora is not None and has_own:
         option = "--add-lora" if merge is None else "--merge-lora"
-        raise ValueError(
-            f"{source.description}: has adapters of its own, but {option} {lora} needs a plain "
-            "model; first merge its own with --merge-lora and no name"
-        )
+        text = f"{source.description}: has adapters of its own, but {option} {lora} needs a plain model; first "
+        raise ValueError(f"{text}merge its own with --merge-lora and no name")
     if lora is None and alpha is not None:
         # --lora-alpha is for the adapters: here they are the source's own.
         if not has_own:
-            raise ValueError(
-                f"--lora-alpha {alpha:g} is for adapters, but {source.description} has none; leave it out, "
-                "or name the adapters with --merge-lora or --add-lora"
-            )
+            text = f"--lora-alpha {alpha:g} is for adapters, but {source.description} has none; leave it out"
+            raise ValueError(f"{text}, or name the adapters with --merge-lora or --add-lora")
         source = replace(source, lora_alpha=alpha)
     if merge == "":
         # Both views share the one reader, so the model is opened once.
         base = without_adapters(source)
         if not has_own:
-            raise ValueError(
-                f"{source.description}: has no LoRA tensors to merge; use --merge-lora LORA"
-            )
+            text = f"{source.description}: has no LoRA tensors to merge; use --merge-lora LORA"
+            raise ValueError(text)
         if not base.shapes:
-            raise ValueError(
-                f"{source.description}: has adapters only; give the base as SRC and the adapters as "
-                "--merge-lora LORA"
-            )
+            text = f"{source.description}: has adapters only"
+            raise ValueError(f"{text}; give the base as SRC and the adapters as --merge-lora LORA")
         return merge_lora(base, only_adapters(source, with_others=True))
     if lora is None:
         return source
@@ -241,10 +228,9 @@ def _with_sat_strength(source: WeightSource) -> WeightSource:
     if found is None:
         return source
     if others := {*found.targets, *found.others}.difference(DEFAULT_TARGETS):
-        raise ValueError(
-            f"{source.description}: has adapters of {', '.join(sorted(others))}, but SAT's LoRA adapts "
-            "query_key_value and dense only; use --to peft, or merge them with --merge-lora"
-        )
+        text = f"{source.description}: has adapters of {', '.join(sorted(others))}"
+        text += ", but SAT's LoRA adapts query_key_value and dense only"
+        raise ValueError(f"{text}; use --to peft, or merge them with --merge-lora")
     if source.alpha == SAT_ALPHA:
         return source
     text = "%s: matrices B are multiplied by alpha %g, since SAT's files store no alpha and SAT's default is %g"

@@ -79,17 +79,13 @@ def open_peft(path: str | Path) -> WeightSource:
     if not found.ours:
         if not any("lora" in key for key in keys):
             refuse_foreign(file)
-        raise ValueError(
-            f"{file}: none of {counted(len(keys), 'tensor')} is a LoRA tensor of diffusers' "
-            f"CogVideoXTransformer3DModel, first {brief(next(iter(keys), 'none'))}; use a LoRA file "
-            "of CogVideoX"
-        )
+        text = f"{file}: none of {counted(len(keys), 'tensor')} is a LoRA tensor of diffusers' "
+        text += f"CogVideoXTransformer3DModel, first {brief(next(iter(keys), 'none'))}"
+        raise ValueError(f"{text}; use a LoRA file of CogVideoX")
     # DoRA's pairs give wrong weights without its magnitudes.
     if dora := [key for key in found.unexpected if "magnitude" in key or "dora_scale" in key]:
-        raise ValueError(
-            f"{file}: {brief(dora[0])} is DoRA's, but cogfast reads only LoRA; merge it into its base "
-            "with the tool that made it"
-        )
+        text = f"{file}: {brief(dora[0])} is DoRA's, but cogfast reads only LoRA"
+        raise ValueError(f"{text}; merge it into its base with the tool that made it")
     # A pair of a convolution, such as 1.0's patch embedding: [r, C, h, w] and [M, r, 1, 1].
     theirs = {name: files.shape(key) for name, key in found.ours.items()}
     shapes = {n: (s[0], math.prod(s[1:])) if len(s) == 4 else s for n, s in theirs.items()}
@@ -129,10 +125,8 @@ def open_peft(path: str | Path) -> WeightSource:
 def _read_alpha(file: Path, key: str, values: Tensor) -> float:
     alpha = float(values) if values.numel() == 1 else math.nan  # sync: none, on the CPU
     if not _LEAST <= alpha <= _MOST:
-        raise ValueError(
-            f"{file}: {brief(key)} has {values.numel()} numbers, the first {values.view(-1)[:1].tolist()}, "
-            f"instead of one from {_LEAST:g} to {_MOST:g}; copy it again"
-        )
+        text = f"{file}: {brief(key)} has {values.numel()} numbers, the first {values.view(-1)[:1].tolist()}"
+        raise ValueError(f"{text}, instead of one from {_LEAST:g} to {_MOST:g}; copy it again")
     return alpha
 
 
@@ -238,10 +232,8 @@ class _Keys:
                 ours, part = parts[module]
                 name = f"{ours}.matrix_{_SIDES[match['side']]}.{part}"
                 if name in found.ours:
-                    raise ValueError(
-                        f"{file}: {brief(found.ours[name])} and {brief(key)} belong to the same linear, so the "
-                        "file has several adapters; give a file with one"
-                    )
+                    text = f"{file}: {brief(found.ours[name])} and {brief(key)} belong to the same linear, so the "
+                    raise ValueError(f"{text}file has several adapters; give a file with one")
                 found.ours[name] = key
         return found
 
@@ -289,10 +281,9 @@ def check_pairs(where: str, shapes: Mapping[str, tuple[int, ...]]) -> None:
         names = [f"{pair['module']}.matrix_{side}.{pair['part']}" for side in "AB"] if pair else []
         a, b = (shapes.get(n, ()) for n in names) if names else ((), ())
         if len(a) != 2 or len(b) != 2 or a[0] != b[1] or not all((*a, *b)):
-            raise ValueError(
-                f"{where}: {brief(name)} has no partner: a pair has shapes [r, in] and [out, r], not "
-                f"{brief(str(list(a)))} and {brief(str(list(b)))}; copy it again"
-            )
+            text = f"{where}: {brief(name)} has no partner: a pair has shapes [r, in] and [out, r]"
+            text += f", not {brief(str(list(a)))} and {brief(str(list(b)))}; copy it again"
+            raise ValueError(text)
 
 
 @dataclass(frozen=True, slots=True)

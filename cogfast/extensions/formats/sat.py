@@ -73,16 +73,12 @@ def grid_facts(
         for t in (sin, cos, table)
     )
     if table is not None and (table.dim() != 3 or len(table) != 1 or table.shape[2] < _LEAST_WIDTH):
-        raise ValueError(
-            f"{where}: its position table has shape {list(table.shape)} instead of [1, rows, width]; "
-            "copy it again"
-        )
+        text = f"{where}: its position table has shape {list(table.shape)} instead of [1, rows"
+        raise ValueError(f"{text}, width]; copy it again")
     if sin is not None and cos is not None:
         if sin.dim() != 2 or sin.shape != cos.shape or sin.shape[1] < _LEAST_WIDTH:
-            raise ValueError(
-                f"{where}: its rotary tables have shapes {list(sin.shape)} and {list(cos.shape)} "
-                "instead of [positions, width of a head]; copy it again"
-            )
+            text = f"{where}: its rotary tables have shapes {list(sin.shape)} and {list(cos.shape)} instead of "
+            raise ValueError(f"{text}[positions, width of a head]; copy it again")
         both = torch.stack([sin, cos], -1)
         width = sin.shape[1]
         rows, columns = width // 4, width // 4 + width // 8 * 3
@@ -162,10 +158,8 @@ def find_sat_files(path: Path, ema: bool = False) -> list[Path]:
     if not files:
         iterations = sorted(p.parent.name for p in path.glob("*/mp_rank_00_model_states.pt"))
         hint = f", write {iterations[-1]} into its file latest" if iterations else ""
-        raise ValueError(
-            f"{folder}: has no mp_rank_00_model_states.pt of SAT, no config.json of diffusers and no "
-            f"checkpoint of cogfast; check its name{hint}"
-        )
+        text = f"{folder}: has no mp_rank_00_model_states.pt of SAT, no config.json of diffusers and no checkpoint "
+        raise ValueError(f"{text}of cogfast; check its name{hint}")
     expected = [f"mp_rank_{i:02d}_model_states.pt" for i in range(len(files))]
     if absent := [name for name in expected if not (folder / name).is_file()]:
         raise ValueError(f"{folder}: has {files[-1].name} but no {absent[0]}; copy it again")
@@ -185,10 +179,8 @@ def open_sat(files: list[Path]) -> WeightSource:
         elif key.startswith(PREFIX) and key.removeprefix(PREFIX) not in _ROTARY_BUFFERS:
             unexpected.append(key)
     if not ours:
-        raise ValueError(
-            f"{files[0]}: has no tensor named {PREFIX}...; use a transformer's checkpoint of "
-            "CogVideo's SAT trainer"
-        )
+        text = f"{files[0]}: has no tensor named {PREFIX}..."
+        raise ValueError(f"{text}; use a transformer's checkpoint of CogVideo's SAT trainer")
     if len(files) > 1:
         _check_shards(files, shards)
 
@@ -203,10 +195,8 @@ def open_sat(files: list[Path]) -> WeightSource:
             return tuple(held)
         dim, num_parts = cut
         if len(held) <= dim or held[dim] % num_parts:
-            raise ValueError(
-                f"{files[0]}: {ours[name]} has shape {list(held)}, which cannot be one of {len(files)} "
-                "shards; copy the files again"
-            )
+            text = f"{files[0]}: {ours[name]} has shape {list(held)}, which cannot be one of {len(files)} shards"
+            raise ValueError(f"{text}; copy the files again")
         return (*held[:dim], held[dim] * len(shards), *held[dim + 1 :])
 
     dtypes = {name: shards[0][key].dtype for name, key in ours.items()}
@@ -234,10 +224,9 @@ def _check_shards(files: list[Path], shards: list[dict[str, Tensor]]) -> None:
         differing = sorted(first.keys() ^ shard.keys())
         differing += [k for k in first if k in shard and first[k].shape != shard[k].shape]
         if differing:
-            raise ValueError(
-                f"{file}: {counted(len(differing), 'tensor')} not as in {files[0].name}, first "
-                f"{brief(differing[0])}; the files are shards of different models, copy them again"
-            )
+            text = f"{file}: {counted(len(differing), 'tensor')} not as in {files[0].name}"
+            text += f", first {brief(differing[0])}; the files are shards of different models, copy them again"
+            raise ValueError(text)
 
 
 def write_sat(
@@ -252,10 +241,8 @@ def write_sat(
     count, heads = model_parallel_size, config.num_attention_heads
     if count < 1 or heads % count:
         fits = [str(n) for n in range(1, heads + 1) if heads % n == 0]
-        raise ValueError(
-            f"--model-parallel-size {count} must divide num_attention_heads={heads}; use "
-            f"{', '.join(fits)}"
-        )
+        text = f"--model-parallel-size {count} must divide num_attention_heads={heads}; use {', '.join(fits)}"
+        raise ValueError(text)
     if config.has_rescaled_positions:
         text = "%s: the model has the positions of diffusers' pipelines, but SAT's code uses integer ones; they "
         text += "agree only at %dx%d latent pixels"

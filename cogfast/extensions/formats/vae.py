@@ -136,15 +136,12 @@ def check_vae_config(given: dict[str, Any], where: str) -> VaeConfig:
     sides = (config.down_block_types, config.up_block_types)
     num_levels = len(config.block_out_channels)
     if not 1 <= num_levels <= _MOST_LEVELS or any(len(side) != num_levels for side in sides):
-        raise ValueError(
-            f"{where}: block_out_channels, down_block_types and up_block_types must have the same "
-            f"number of entries, at most {_MOST_LEVELS}; copy it again"
-        )
+        text = f"{where}: block_out_channels, down_block_types and up_block_types must have the same number of "
+        raise ValueError(f"{text}entries, at most {_MOST_LEVELS}; copy it again")
     if any(channels % config.norm_num_groups for channels in config.block_out_channels):
-        raise ValueError(
-            f"{where}: norm_num_groups={config.norm_num_groups} must divide block_out_channels="
-            f"{list(config.block_out_channels)}; copy it again"
-        )
+        text = f"{where}: norm_num_groups={config.norm_num_groups} must divide "
+        text += f"block_out_channels={list(config.block_out_channels)}; copy it again"
+        raise ValueError(text)
     return config
 
 
@@ -154,10 +151,9 @@ def read_sat_vae(path: str | Path, ignore_keys: Sequence[str] = ()) -> dict[str,
     Keys that start with an entry of `ignore_keys`, with or without the prefix, are left out.
     """
     if not Path(path).is_file():
-        raise ValueError(
-            f"first_stage_config.params.ckpt_path={path} does not exist; give the path of SAT's 3d-vae.pt "
-            "(a diffusers VAE is given as a folder: cogfast.model.autoencoder.VideoAutoencoder)"
-        )
+        text = f"first_stage_config.params.ckpt_path={path} does not exist; give the path of SAT's 3d-vae.pt (a "
+        text += "diffusers VAE is given as a folder: cogfast.model.autoencoder.VideoAutoencoder)"
+        raise ValueError(text)
     content = read_torch_file(Path(path))
     state = only_tensors(Path(path), content.get("state_dict", content))
     if any(key.startswith(SAT_PREFIX) for key in state):
@@ -298,15 +294,11 @@ def vae_config(vae: Vae) -> dict[str, Any]:
         wanted = AutoencoderKLCogVideoX(**checked.arguments()).state_dict()
     expected = {name: tuple(tensor.shape) for name, tensor in wanted.items()}
     if differing := sorted({name for name, _ in expected.items() ^ shapes.items()}):
-        raise ValueError(
-            f"{where}: {counted(len(differing), 'tensor')} missing, unknown or of another shape, first "
-            f"{first_of(differing)}; use a complete VAE of CogVideoX"
-        )
+        text = f"{where}: {counted(len(differing), 'tensor')} missing, unknown or of another shape"
+        raise ValueError(f"{text}, first {first_of(differing)}; use a complete VAE of CogVideoX")
     for key in () if vae.config is None else _ARCHITECTURE:
         stored, found = getattr(vae.config, key), getattr(checked, key)
         if stored != found:
-            raise ValueError(
-                f"{where}: its config.json has {key}={show(stored)}, its tensors are those of "
-                f"{show(found)}; copy the folder again"
-            )
+            text = f"{where}: its config.json has {key}={show(stored)}, its tensors are those of {show(found)}"
+            raise ValueError(f"{text}; copy the folder again")
     return config

@@ -165,10 +165,8 @@ def _folder(path: Path) -> Path:
     if not is_run(path) and is_in_run(path.absolute()):
         path = run_of(path.absolute())
     if not is_run(path):
-        raise ValueError(
-            f"{path} is not the folder of a run, since it has neither metrics.jsonl nor "
-            "training_config.yaml; give a folder that `cogfast train` has written"
-        )
+        text = f"{path} is not the folder of a run, since it has neither metrics.jsonl nor training_config.yaml"
+        raise ValueError(f"{text}; give a folder that `cogfast train` has written")
     return path
 
 

@@ -131,10 +131,9 @@ def hub_folder(name: str, key: str = _LOAD, may_download: bool = True) -> Path:
     # Beside other folders, a wrong path is more likely than a model that was not downloaded.
     if not Path(name).parent.is_dir():
         fix += f", or run hf download {name} on a machine with network access and set HF_HOME to the folder of its cache"
-    raise ValueError(
-        f"{key}={name}: no such folder, and no complete CogVideoX pipeline of this name in the hub's "
-        f"cache {constants.HF_HUB_CACHE}{why}{download}; {fix}{nearest_folder(Path(name))}"
-    )
+    text = f"{key}={name}: no such folder, and no complete CogVideoX pipeline of this name in the hub's cache "
+    text += f"{constants.HF_HUB_CACHE}{why}{download}; {fix}{nearest_folder(Path(name))}"
+    raise ValueError(text)
 
 
 def needed_files(folder: Path) -> Iterator[str]:

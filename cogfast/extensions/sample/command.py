@@ -161,10 +161,8 @@ def sample(
         )
     except (OSError, WriteError) as error:
         kept = len(list(out.glob("*.safetensors" if args.only_save_latents else "*.mp4")))
-        raise RuntimeError(
-            f"{out}: cannot be written ({error}); {counted(kept, 'sample')} kept in it; free disk space "
-            "and sample again into another folder (--out)"
-        ) from None
+        text = f"{out}: cannot be written ({error}); {counted(kept, 'sample')} kept in it; free disk space and "
+        raise RuntimeError(f"{text}sample again into another folder (--out)") from None
     what = f"{counted(len(written), 'video')} and contact_sheet.png"
     if args.only_save_latents:
         what = counted(len(written), "file of latents", "files of latents")
@@ -180,10 +178,8 @@ def _check_folder(out: Path) -> None:
         if folder.exists() and not folder.is_dir():
             raise ValueError(f"--out {out}: {folder} is a file; give a folder with --out")
     if samples := [*out.glob("*.mp4"), *out.glob("*.safetensors"), *out.glob("prompts.json")]:
-        raise ValueError(
-            f"--out {out}: has samples of an earlier call ({samples[0].name}); give another folder with "
-            "--out"
-        )
+        text = f"--out {out}: has samples of an earlier call ({samples[0].name}); give another folder with --out"
+        raise ValueError(text)
     there = next(folder for folder in (out, *out.absolute().parents) if folder.exists())
     if not os.access(there, os.W_OK):
         raise ValueError(f"--out {out}: {there} cannot be written; give another folder with --out")
@@ -230,11 +226,9 @@ def _limit_memory(
     assert plan is not None, "rank 0 decodes"
     needed = plan.num_bytes / _GIB
     if plan.num_bytes > budget and asked is not None:
-        raise ValueError(
-            f"args.vae_memory_gib={asked}: decoding {largest.num_frames} frames of "
-            f"{largest.pixels[0]}x{largest.pixels[1]} takes {needed:.2f} GiB in the smallest tiles; "
-            "raise it, or save only latents (args.only_save_latents=true)"
-        )
+        text = f"args.vae_memory_gib={asked}: decoding {largest.num_frames} frames "
+        text += f"of {largest.pixels[0]}x{largest.pixels[1]} takes {needed:.2f} GiB in the smallest tiles"
+        raise ValueError(f"{text}; raise it, or save only latents (args.only_save_latents=true)")
     if plan.tile is not None:
         logger.info("decoding in tiles of %dx%d pixels, about %.1f GiB", *plan.tile, needed)
     if plan.num_bytes > budget:

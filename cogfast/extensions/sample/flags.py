@@ -141,9 +141,8 @@ class SamplingFlags:
         if node is None or node["target"].endswith(".IdentityGuider"):
             return key, {"target": f"{_GUIDERS}.VanillaCFG", "params": {"scale": scale}}
         if "scale" not in (node.get("params") or {}):
-            raise ValueError(
-                f"--guidance {scale:g}: {node['target']} has no param scale; set its params as key=value"
-            )
+            text = f"--guidance {scale:g}: {node['target']} has no param scale; set its params as key=value"
+            raise ValueError(text)
         return f"{key}.params.scale", scale
 
 
@@ -159,7 +158,5 @@ def check_negative_prompt(prompt: str | None, sampler: Component) -> None:
     guider = sampler.params.get("guider_config")
     if prompt is None or (guider and not guider["target"].endswith(".IdentityGuider")):
         return
-    raise ValueError(
-        f"args.negative_prompt={show(prompt)} is the text of guidance's unconditional half, but there "
-        "is no guidance; give --guidance 6, or leave it out"
-    )
+    text = f"args.negative_prompt={show(prompt)} is the text of guidance's unconditional half"
+    raise ValueError(f"{text}, but there is no guidance; give --guidance 6, or leave it out")

@@ -70,11 +70,9 @@ class Prompt:
 
 def refuse_fixed_frames(sampler: VideoDDIMSampler | None) -> None:
     if sampler is not None and sampler.fixed_frames:
-        raise ValueError(
-            f"model.sampler_config.params.fixed_frames={sampler.fixed_frames}: a video is sampled from noise, "
-            "which these frames would keep; set it to 0, and give frames with model.conditions=[frames] and "
-            "model.given_frames=prefix:N"
-        )
+        text = f"model.sampler_config.params.fixed_frames={sampler.fixed_frames}: a video is sampled from noise"
+        text += ", which these frames would keep; set it to 0, and give frames "
+        raise ValueError(f"{text}with model.conditions=[frames] and model.given_frames=prefix:N")
 
 
 class StepBar(tqdm):

@@ -53,10 +53,9 @@ def read_inputs(
             of_video, of_mask = (probe(str(path), path.stat().st_size) for path in paths)
             # Both are cropped: those of other shapes to other parts.
             if not of_mask.reason and not have_same_shape(of_video, of_mask):
-                raise ValueError(
-                    f"--mask {given['mask']} is {of_mask.height}x{of_mask.width}, --video {given['video']} "
-                    f"{of_video.height}x{of_video.width}; give one of the same shape"
-                )
+                text = f"--mask {given['mask']} is {of_mask.height}x{of_mask.width}"
+                text += f", --video {given['video']} {of_video.height}x{of_video.width}; give one of the same shape"
+                raise ValueError(text)
             own["mask"] = read("mask", given["mask"], size)
         elif "video" in given or ends:
             own["mask"] = torch.ones(size.num_frames, 1, *size.pixels, dtype=torch.uint8)

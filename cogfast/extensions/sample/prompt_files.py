@@ -29,18 +29,16 @@ def given_prompts(args: TrainKeys) -> list[tuple[str, Path | None]]:
         without = [prompt for prompt, image in pairs if not image]
         # All or none: a model takes an image with every prompt or with no prompt.
         if 0 < len(without) < len(pairs):
-            raise ValueError(
-                f"{key}: {len(pairs) - len(without)} of {len(pairs)} lines are prompt@@image, but "
-                f"{without[0][:80]!r} has no image; give every prompt an image, or none"
-            )
+            text = f"{key}: {len(pairs) - len(without)} of {len(pairs)} lines are prompt@@image"
+            text += f", but {without[0][:80]!r} has no image; give every prompt an image, or none"
+            raise ValueError(text)
         texts = [prompt for prompt, _ in pairs]
         images = [_find_file(image, path, key) if image else None for _, image in pairs]
     if args.eval_images is not None:
         if any(images):
-            raise ValueError(
-                f"args.eval_images={args.eval_images}, but the lines of args.eval_prompt_file have images "
-                "(prompt@@image), too; remove those, or set args.eval_images=null"
-            )
+            text = f"args.eval_images={args.eval_images}"
+            text += ", but the lines of args.eval_prompt_file have images (prompt@@image), too"
+            raise ValueError(f"{text}; remove those, or set args.eval_images=null")
         images = [
             *listed_files(args.key("eval_images"), Path(args.eval_images), "image", len(texts))
         ]
@@ -75,10 +73,8 @@ def utf8_lines(data: bytes, name: str) -> list[str]:
 def files_of_prompts(option: str, names: Sequence[str], num_prompts: int) -> list[Path | None]:
     """Return the file of each prompt of an option that is given once, or once per prompt. "": none."""
     if len(names) not in (1, num_prompts):
-        raise ValueError(
-            f"{option} names {counted(len(names), 'file')} for {counted(num_prompts, 'prompt')}; give one "
-            "for all prompts, or one for each"
-        )
+        text = f"{option} names {counted(len(names), 'file')} for {counted(num_prompts, 'prompt')}"
+        raise ValueError(f"{text}; give one for all prompts, or one for each")
     files = [Path(name) if name else None for name in names] * (num_prompts // len(names))
     for file in files:
         if file is not None and not os.path.isfile(file):  # also if the name is too long
@@ -93,10 +89,9 @@ def listed_files(option: str, path: Path, what: str, num_prompts: int) -> list[P
         _find_file(line.strip(), path, f"{key} line {number}") for number, line in _lines(path, key)
     ]
     if len(files) != num_prompts:
-        raise ValueError(
-            f"{key} names {counted(len(files), what)} for {counted(num_prompts, 'prompt')}; name one for each prompt of "
-            "args.eval_prompt_file or args.eval_prompts, in their order"
-        )
+        text = f"{key} names {counted(len(files), what)} for {counted(num_prompts, 'prompt')}"
+        text += "; name one for each prompt of args.eval_prompt_file or args.eval_prompts, in their order"
+        raise ValueError(text)
     return files
 
 
@@ -115,7 +110,5 @@ def _find_file(name: str, listing: Path, where: str) -> Path:
     for path in (listing.parent / name, Path(name)):
         if path.is_file():
             return path
-    raise ValueError(
-        f"{where}: {name[:200]}: no such file; give a path relative to {listing.parent} or to the "
-        "folder in which the command runs"
-    )
+    text = f"{where}: {name[:200]}: no such file; give a path relative to {listing.parent} or to the folder in "
+    raise ValueError(f"{text}which the command runs")

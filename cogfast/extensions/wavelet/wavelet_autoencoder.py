@@ -54,10 +54,8 @@ def to_blocks(video: Tensor) -> Tensor:
     """Video [B, 3, 4(T-1)+1, 8h, 8w] -> blocks [B, T, h, w, 768]; frame 0 fills block 0."""
     num_frames = video.shape[2]
     if (num_frames - 1) % TEMPORAL_COMPRESSION:
-        raise ValueError(
-            f"a clip of {num_frames} frames does not divide into latent frames; "
-            f"use {TEMPORAL_COMPRESSION}N+1 frames"
-        )
+        text = f"a clip of {num_frames} frames does not divide into latent frames"
+        raise ValueError(f"{text}; use {TEMPORAL_COMPRESSION}N+1 frames")
     check_pixels(*video.shape[3:])
     # The first frame is a block alone, as in the VAE: it is repeated to the length of a block.
     first = video[:, :, :1].expand(-1, -1, TEMPORAL_COMPRESSION - 1, -1, -1)
@@ -86,10 +84,9 @@ class WaveletState:
     def load(cls, path: str | Path) -> WaveletState:
         """Read a file that scripts/quickstart_wavelet.py wrote."""
         if not Path(path).is_file():
-            raise ValueError(
-                f"first_stage_config.params.ckpt_path={path} does not exist (a relative path starts at "
-                f"the current folder); set model.first_stage_config.params.ckpt_path to its path, or {_FIX}"
-            )
+            text = f"first_stage_config.params.ckpt_path={path} does not exist (a relative path starts at the "
+            text += f"current folder); set model.first_stage_config.params.ckpt_path to its path, or {_FIX}"
+            raise ValueError(text)
         files = SafetensorsFiles(Path(path))
         found, tensors = files.metadata.get("format"), {n: files.read(n) for n in files.names()}
         if found != FORMAT:
@@ -128,9 +125,8 @@ class WaveletAutoencoder(nn.Module):
         if state is None and ckpt_path is not None:
             state = WaveletState.load(ckpt_path)
         elif state is None or ckpt_path is not None:
-            raise ValueError(
-                f"the wavelet needs either ckpt_path (got {ckpt_path}) or a state; give one of them"
-            )
+            text = f"the wavelet needs either ckpt_path (got {ckpt_path}) or a state"
+            raise ValueError(f"{text}; give one of them")
         self.state, self.latent_channels = state, len(state.bands)
         self._register("cpu")
 

@@ -93,10 +93,9 @@ def open_diffusers(folder: Path) -> WeightSource:
     def shape(name: str) -> tuple[int, ...]:
         sizes = [files.shape(names[key]) for key in held[name]]
         if len(set(sizes)) > 1 or not sizes[0]:
-            raise ValueError(
-                f"{folder}: {' and '.join(held[name])} have shapes "
-                f"{brief(', '.join(str(list(s)) for s in sizes))}, which must be equal; copy it again"
-            )
+            text = f"{folder}: {' and '.join(held[name])} have shapes "
+            text += f"{brief(', '.join(str(list(s)) for s in sizes))}, which must be equal; copy it again"
+            raise ValueError(text)
         # The parts are stacked by outputs.
         return (sum(s[0] for s in sizes), *sizes[0][1:])
 
@@ -146,26 +145,21 @@ def _read_config(folder: Path) -> _Config:
     given = read_json(file)
     kind = given.get("_class_name", CLASS_NAME)
     if kind != CLASS_NAME:
-        raise ValueError(
-            f"{file}: _class_name={brief(show(kind))} is another network than CogVideoX's {CLASS_NAME}; "
-            "use the transformer folder of a CogVideoX model"
-        )
+        text = f"{file}: _class_name={brief(show(kind))} is another network than CogVideoX's {CLASS_NAME}"
+        raise ValueError(f"{text}; use the transformer folder of a CogVideoX model")
     for key, value in _FIXED.items():
         if given.get(key, value) != value:
-            raise ValueError(
-                f"{file}: {key}={brief(show(given[key]))}, but cogfast's network has "
-                f"{show(value)}, as all CogVideoX models; use a CogVideoX model, or correct the file"
-            )
+            text = f"{file}: {key}={brief(show(given[key]))}, but cogfast's network has {show(value)}, as all "
+            raise ValueError(f"{text}CogVideoX models; use a CogVideoX model, or correct the file")
     config = check(given, _Config, str(file))
     # The pipeline around a transformer folder may give it other inputs.
     file = folder.parent / "model_index.json"
     if folder.name == "transformer" and file.is_file():
         kind = read_json(file).get("_class_name")
         if kind not in _PIPELINES:
-            raise ValueError(
-                f"{file}: _class_name={brief(show(kind))} is the pipeline of a model derived from CogVideoX, "
-                f"with inputs that cogfast does not make; use a folder of {', '.join(_PIPELINES)}"
-            )
+            text = f"{file}: _class_name={brief(show(kind))} is the pipeline of a model derived from CogVideoX"
+            text += ", with inputs that cogfast does not make"
+            raise ValueError(f"{text}; use a folder of {', '.join(_PIPELINES)}")
     return config
 
 

@@ -37,28 +37,22 @@ def identify(source: WeightSource, out_channels: int = _LATENT_CHANNELS) -> Tran
     if absent and source.is_partial and "hidden_size" in source.facts:
         return _config(source, source.facts)  # a run that trained only a part of the model
     if absent and not shapes:
-        raise ValueError(
-            f"{source.description}: is a LoRA and not a model; give the folder of its base model, and the LoRA "
-            "with --lora (cogfast sample), args.load_lora (train) or --merge-lora (convert)"
-        )
+        text = f"{source.description}: is a LoRA and not a model; give the folder of its base model"
+        text += ", and the LoRA with --lora (cogfast sample), args.load_lora (train) or --merge-lora (convert)"
+        raise ValueError(text)
     if absent:
-        raise ValueError(
-            f"{source.description}: has no {' and no '.join(absent)} ({len(shapes)} tensors, "
-            f"first {first_of(list(source.shapes))}); use the files of a complete transformer"
-        )
+        text = f"{source.description}: has no {' and no '.join(absent)} ({len(shapes)} tensors"
+        text += f", first {first_of(list(source.shapes))}); use the files of a complete transformer"
+        raise ValueError(text)
     if (flat := next((name for name in _NEEDED if len(shapes[name]) != 2), None)) is not None:
-        raise ValueError(
-            f"{source.description}: {flat} has shape {list(shapes[flat])} instead of [outputs, "
-            "inputs]; copy it again"
-        )
+        text = f"{source.description}: {flat} has shape {list(shapes[flat])} instead of [outputs, inputs]"
+        raise ValueError(f"{text}; copy it again")
     found = _of_shapes(shapes, source, out_channels)
     # A config.json of another model loads without error until a video looks wrong.
     for key, value in source.facts.items():
         if key in found and found[key] != value and not key.startswith("lora_"):
-            raise ValueError(
-                f"{source.description}: its config has {key}={value}, its tensors {found[key]}; "
-                "use the config.json that belongs to these tensors"
-            )
+            text = f"{source.description}: its config has {key}={value}, its tensors {found[key]}"
+            raise ValueError(f"{text}; use the config.json that belongs to these tensors")
     # Tensors overrule the facts of the format, and these the published values.
     return _config(source, {**_published(found), **source.facts, **found})
 
@@ -85,10 +79,8 @@ def _of_shapes(shapes: Shapes, source: WeightSource, out_channels: int) -> dict[
     # The query norm has one weight for each entry of a head.
     head = shapes.get("blocks.0.attention.query_norm.weight", (_HEAD_WIDTH,))[0]
     if patch[0] % head:
-        raise ValueError(
-            f"{source.description}: tokens of width {patch[0]} do not divide into heads of width "
-            f"{head}; the files belong to different models, copy those of one"
-        )
+        text = f"{source.description}: tokens of width {patch[0]} do not divide into heads of width {head}"
+        raise ValueError(f"{text}; the files belong to different models, copy those of one")
     # 1.5 is always rotary, also in formats that do not store positions.
     is_rotary = source.is_rotary or size.joins_frames
     patch_numel = size.t * size.h * size.w
@@ -121,10 +113,8 @@ def _of_shapes(shapes: Shapes, source: WeightSource, out_channels: int) -> dict[
 def _patch_size(rows: int, out_channels: int, source: WeightSource) -> PatchSize:
     frames, rest = divmod(rows, out_channels * _PATCH_HW**2)
     if rest or frames not in (1, 2):
-        raise ValueError(
-            f"{source.description}: the last layer has {rows} rows, which do not form patches of "
-            f"1x2x2 or 2x2x2 latent pixels with {out_channels} channels; use a CogVideoX model"
-        )
+        text = f"{source.description}: the last layer has {rows} rows, which do not form patches of 1x2x2 or 2x2x2 "
+        raise ValueError(f"{text}latent pixels with {out_channels} channels; use a CogVideoX model")
     return PatchSize(frames, _PATCH_HW, _PATCH_HW)
 
 
@@ -149,14 +139,10 @@ def check_complete(source: WeightSource, config: TransformerConfig) -> None:
     """Raise ValueError if `source` lacks tensors of the model or has some of another shape."""
     missing, wanted = lacking_of(source, config)
     if missing:
-        raise ValueError(
-            f"{source.description}: lacks {len(missing)} of the model's {len(wanted)} tensors, first "
-            f"{first_of(missing)}; convert from a complete checkpoint"
-        )
+        text = f"{source.description}: lacks {len(missing)} of the model's {len(wanted)} tensors"
+        raise ValueError(f"{text}, first {first_of(missing)}; convert from a complete checkpoint")
     for name, shape in source.shapes.items():
         if name in wanted and shape != wanted[name]:
-            raise ValueError(
-                f"{source.description}: {name} has shape {list(shape)} instead of "
-                f"{list(wanted[name])}, which {config.num_layers} blocks of width "
-                f"{config.hidden_size} need; its files belong to different models, copy those of one"
-            )
+            text = f"{source.description}: {name} has shape {list(shape)} instead of {list(wanted[name])}"
+            text += f", which {config.num_layers} blocks of width {config.hidden_size} need"
+            raise ValueError(f"{text}; its files belong to different models, copy those of one")

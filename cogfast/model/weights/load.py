@@ -153,16 +153,13 @@ def load_source(
     may_lack = transformer.added | may_be_left_out(transformer)
     required = [n for n in missing if n not in may_lack and not is_lora_parameter(n)]
     if required and not source.is_partial and not allow_missing:
-        raise ValueError(
-            f"{path}: {len(required)} tensors of the model are not in the checkpoint, first "
-            f"{first_of(required)}; use a complete checkpoint"
-        )
+        text = f"{path}: {len(required)} tensors of the model are not in the checkpoint, first {first_of(required)}"
+        raise ValueError(f"{text}; use a complete checkpoint")
     new = sorted(transformer.added.intersection(missing))
     if new and unexpected and not source.is_partial and not allow_missing:
-        raise ValueError(
-            f"{path}: tensors have unknown names ({first_of(unexpected)}), and what {type(transformer).__name__} "
-            f"adds is not there ({first_of(new)}); rename one of them, or set args.force_train=true to leave both"
-        )
+        text = f"{path}: tensors have unknown names ({first_of(unexpected)})"
+        text += f", and what {type(transformer).__name__} adds is not there ({first_of(new)})"
+        raise ValueError(f"{text}; rename one of them, or set args.force_train=true to leave both")
     with torch.no_grad():
         # One tensor at a time, so that model and checkpoint are never in memory together.
         for name, target in loaded:
@@ -194,8 +191,6 @@ def check_depth_and_width(path: str, shapes: Shapes, config: TransformerConfig) 
     found = (num_blocks(shapes), shapes["patch_embedding.weight"][0])
     wanted = (config.num_layers, config.hidden_size)
     if found != wanted:
-        raise ValueError(
-            f"{path}: the checkpoint has {found[0]} blocks of width {found[1]}, the config "
-            f"num_layers={wanted[0]} and hidden_size={wanted[1]}; use the config that belongs to "
-            "the checkpoint"
-        )
+        text = f"{path}: the checkpoint has {found[0]} blocks of width {found[1]}"
+        text += f", the config num_layers={wanted[0]} and hidden_size={wanted[1]}"
+        raise ValueError(f"{text}; use the config that belongs to the checkpoint")

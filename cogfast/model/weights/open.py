@@ -25,14 +25,11 @@ def open_source(path: Path, ema: bool | None = False) -> WeightSource:
         return open_run(checkpoint, ema).checked()
     source = _open_named(path)
     if source is not None and ema:
-        raise ValueError(
-            f"{source.description}: has no EMA weights; only SAT folders and runs can have them, "
-            "use the plain weights"
-        )
+        text = f"{source.description}: has no EMA weights"
+        raise ValueError(f"{text}; only SAT folders and runs can have them, use the plain weights")
     if source is None and ema and path.is_file():
-        raise ValueError(
-            f"{path}: is one file, and EMA weights are in a folder; give the SAT folder"
-        )
+        text = f"{path}: is one file, and EMA weights are in a folder; give the SAT folder"
+        raise ValueError(text)
     return (source or open_sat(find_sat_files(path, bool(ema)))).checked()
 
 

@@ -111,9 +111,8 @@ class RunFiles:
         except StoreError:
             raise
         except (SafetensorError, OSError) as error:
-            raise DamageError(
-                f"{self.folder / file}: missing, truncated or damaged ({error})"
-            ) from None
+            text = f"{self.folder / file}: missing, truncated or damaged ({error})"
+            raise DamageError(text) from None
         if found.shape != (high - low,):
             raise DamageError(f"{self.folder / file}: {key} ends before element {high}")
         return found
@@ -143,10 +142,8 @@ def open_run(
     files = RunFiles(checkpoint_dir, manifest)
     ema = "shadow" in files.kinds if ema is None else ema
     if ema and "shadow" not in files.kinds:
-        raise ValueError(
-            f"{checkpoint_dir}: has no EMA weights, since the run's optimizer keeps none; use the "
-            "plain weights or train with sat.ops.FusedEmaAdam"
-        )
+        text = f"{checkpoint_dir}: has no EMA weights, since the run's optimizer keeps none"
+        raise ValueError(f"{text}; use the plain weights or train with sat.ops.FusedEmaAdam")
     trained = "shadow" if ema else "master"
 
     def read(name: str, shard: Shard | None) -> Tensor:
@@ -199,6 +196,5 @@ def _config_of_run(checkpoint_dir: Path, model: dict) -> dict[str, Any]:
     try:
         return transformer_arguments(model["network_config"]["params"])
     except (OmegaConfBaseException, KeyError, TypeError, AttributeError):
-        raise ValueError(
-            f"{checkpoint_dir / 'manifest.json'}: damaged, its config has no network; copy it again"
-        ) from None
+        text = f"{checkpoint_dir / 'manifest.json'}: damaged, its config has no network"
+        raise ValueError(f"{text}; copy it again") from None

@@ -117,16 +117,12 @@ def check_tensors(
         if len(name) > _MOST_NAME or not name.isprintable():
             raise ValueError(f"{where}: {brief(name)} is not a tensor's name; copy it again")
         if not 1 <= len(shape) <= _MOST_DIMS or not all(shape):
-            raise ValueError(
-                f"{where}: {name} has shape {brief(str(list(shape)))}, which no weight can have; copy "
-                "it again"
-            )
+            text = f"{where}: {name} has shape {brief(str(list(shape)))}, which no weight can have; copy it again"
+            raise ValueError(text)
         if dtypes[name] not in _DTYPES:
             found = str(dtypes[name]).removeprefix("torch.")
-            raise ValueError(
-                f"{where}: {name} is {found}, but weights must be float32, float16, bfloat16 or "
-                "float64; use weights that are not quantized"
-            )
+            text = f"{where}: {name} is {found}, but weights must be float32, float16, bfloat16 or float64"
+            raise ValueError(f"{text}; use weights that are not quantized")
 
 
 def check_finite(where: str | Path, name: str, values: Tensor) -> Tensor:
@@ -137,10 +133,8 @@ def check_finite(where: str | Path, name: str, values: Tensor) -> Tensor:
     low, high = values.aminmax()
     if not (low.isfinite() and high.isfinite()):  # sync: once per tensor, while it is loaded
         number = int((~values.isfinite()).sum())  # sync: before the end
-        raise ValueError(
-            f"{where}: {brief(name)} has {number} of {values.numel()} numbers that are NaN or infinite; "
-            "copy it again, or use weights of an earlier step"
-        )
+        text = f"{where}: {brief(name)} has {number} of {values.numel()} numbers that are NaN or infinite"
+        raise ValueError(f"{text}; copy it again, or use weights of an earlier step")
     return values
 
 
@@ -183,10 +177,8 @@ def load_state(
     copies = {}
     for name, tensor in state.items():
         if tensor.shape != wanted[name].shape:
-            raise ValueError(
-                f"{where}: {name} has shape {list(tensor.shape)}, the config asks for "
-                f"{list(wanted[name].shape)}; {fix}"
-            )
+            text = f"{where}: {name} has shape {list(tensor.shape)}, the config asks for {list(wanted[name].shape)}"
+            raise ValueError(f"{text}; {fix}")
         # Copy: a file's tensors may share memory, and a memory-mapped file may be moved or deleted.
         kind = torch.float32 if kept is not None and name.endswith(kept) else dtype
         copies[name] = check_finite(where, name, tensor).to(kind, copy=True)
@@ -200,17 +192,14 @@ def verify(source: WeightSource, target: Path, written: WeightSource) -> str:
     Returns the result in one line. ValueError if a tensor is missing or differs.
     """
     if missing := source.shapes.keys() - written.shapes.keys() - _MAY_BE_LEFT_OUT:
-        raise ValueError(
-            f"{target}: lacks {counted(len(missing), 'tensor')} of the source, first "
-            f"{first_of(sorted(missing))}; delete it and convert again"
-        )
+        text = f"{target}: lacks {counted(len(missing), 'tensor')} of the source, first {first_of(sorted(missing))}"
+        raise ValueError(f"{text}; delete it and convert again")
     names = [name for name in source.shapes if name in written.shapes]
     for name in names:
         expected, found = source.read(name, None), written.read(name, None)
         if expected.dtype != found.dtype or not torch.equal(expected, found):
-            raise ValueError(
-                f"{target}: {name} differs from the source's; delete it and convert again"
-            )
+            text = f"{target}: {name} differs from the source's; delete it and convert again"
+            raise ValueError(text)
     return f"{counted(len(names), 'tensor')} read back, all equal to the source's bit for bit"
 
 
@@ -225,10 +214,8 @@ def with_flat_patches(source: WeightSource) -> WeightSource:
     patch = PatchSize(1, *shape[2:])
     configured = source.facts.get("patch_size", patch)
     if configured != patch:
-        raise ValueError(
-            f"{source.description}: its config has patch_size={configured}, its tensors {patch}; use "
-            "the config.json that belongs to these tensors"
-        )
+        text = f"{source.description}: its config has patch_size={configured}, its tensors {patch}"
+        raise ValueError(f"{text}; use the config.json that belongs to these tensors")
     # Row-major, so a reshape alone: the kernel's values are in the order (C, h, w). Tensor parallelism
     # splits only the blocks, never this weight.
     flat = (shape[0], math.prod(shape[1:]))

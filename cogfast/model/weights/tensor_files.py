@@ -83,10 +83,8 @@ def new_folder(path: Path, nbytes: int) -> Iterator[Path]:
     # After the remains of an earlier conversion are gone, which may be the space that is missing.
     free = shutil.disk_usage(path.parent).free
     if nbytes + _SPARE_BYTES > free:
-        raise ValueError(
-            f"{path}: {_gib(nbytes + _SPARE_BYTES)} are needed, but {_gib(free)} are free there; free "
-            "disk space or use another disk"
-        )
+        text = f"{path}: {_gib(nbytes + _SPARE_BYTES)} are needed, but {_gib(free)} are free there"
+        raise ValueError(f"{text}; free disk space or use another disk")
     folder.mkdir()
     try:
         yield folder
@@ -94,10 +92,8 @@ def new_folder(path: Path, nbytes: int) -> Iterator[Path]:
         os.replace(folder, path)
     except OSError as error:
         what = "the disk is full" if is_disk_full(error) else error.strerror or error
-        raise ValueError(
-            f"{path}: {what}, {_gib(nbytes)} are needed; the incomplete target was deleted, the "
-            "source is unchanged; free disk space or use another disk"
-        ) from None
+        text = f"{path}: {what}, {_gib(nbytes)} are needed; the incomplete target was deleted, the source is "
+        raise ValueError(f"{text}unchanged; free disk space or use another disk") from None
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
@@ -134,10 +130,8 @@ class SafetensorsFiles:
             for key in opened.keys():  # noqa: SIM118 - not a dict
                 # The file read last would win, and hide that the folder mixes two models.
                 if key in self._file_of:
-                    raise ValueError(
-                        f"{file}: {brief(key)} is also in {self._file_of[key].name}; the folder mixes "
-                        "two models, keep the files of one"
-                    )
+                    text = f"{file}: {brief(key)} is also in {self._file_of[key].name}"
+                    raise ValueError(f"{text}; the folder mixes two models, keep the files of one")
                 self._file_of[key] = file
 
     def names(self) -> list[str]:
@@ -149,10 +143,8 @@ class SafetensorsFiles:
     def dtype(self, name: str) -> torch.dtype:
         found = self._open[self._file_of[name]].get_slice(name).get_dtype()
         if found not in _DTYPES:
-            raise ValueError(
-                f"{self._file_of[name]}: {brief(name)} is {found}, but weights must be "
-                f"{', '.join(_DTYPES)}; use weights that are not quantized"
-            )
+            text = f"{self._file_of[name]}: {brief(name)} is {found}, but weights must be {', '.join(_DTYPES)}"
+            raise ValueError(f"{text}; use weights that are not quantized")
         return _DTYPES[found]
 
     def read(self, name: str) -> Tensor:
@@ -191,10 +183,8 @@ def open_tensors(path: Path) -> SafetensorsFiles | TorchFiles:
     """Open the safetensors files of a folder or its TORCH_FILES, or one file of either kind."""
     named, others = ([*path.glob(kind)] for kind in ("*.safetensors*", TORCH_FILES))
     if named and others:
-        raise ValueError(
-            f"{path}: has weights in {named[0].name} and in {others[0].name}, which may be two models; "
-            "keep the files of one"
-        )
+        text = f"{path}: has weights in {named[0].name} and in {others[0].name}, which may be two models"
+        raise ValueError(f"{text}; keep the files of one")
     is_torch = path.suffix == ".bin" if path.is_file() else not named
     return TorchFiles(path) if is_torch else SafetensorsFiles(path)
 
@@ -207,15 +197,11 @@ def _files_of(folder: Path, kind: str) -> list[Path]:
         whole, present = indexes[0].name.removesuffix(".index.json"), names
         names = sorted(set(read_json(indexes[0], _INDEX)["weight_map"].values()))
         if whole in present and whole not in names:
-            raise ValueError(
-                f"{folder}: has {whole}, which holds a whole model, and {brief(indexes[0].name)}, which "
-                "names other files; keep the files of one"
-            )
+            text = f"{folder}: has {whole}, which holds a whole model, and {brief(indexes[0].name)}"
+            raise ValueError(f"{text}, which names other files; keep the files of one")
     if absent := [name for name in names if not (folder / name).is_file()]:
-        raise ValueError(
-            f"{folder}: {brief(absent[0])}, one of {len(names)} files, is missing or no regular file; "
-            "copy it again"
-        )
+        text = f"{folder}: {brief(absent[0])}, one of {len(names)} files"
+        raise ValueError(f"{text}, is missing or no regular file; copy it again")
     return [folder / name for name in names]
 
 
@@ -285,17 +271,14 @@ def read_torch_file(path: Path) -> dict[str, Any]:
     except Exception as error:  # on a damaged pickle the unpickler may raise nearly any type
         lines = [line.strip() for line in str(error).splitlines()]
         if reason := next((line for line in lines if "GLOBAL" in line), ""):
-            raise ValueError(
-                f"{path}: refused, since reading it would run pickled code ({brief(reason)}); save it "
-                "again with tensors only: torch.save({'module': state_dict}, path)"
-            ) from None
+            text = f"{path}: refused, since reading it would run pickled code ({brief(reason)})"
+            text += "; save it again with tensors only: torch.save({'module': state_dict}, path)"
+            raise ValueError(text) from None
         if is_lfs_pointer(path):
             raise ValueError(f"{path}: {LFS}") from None
         # PyTorch's own text asks the reader to file an issue.
-        raise ValueError(
-            f"{path}: truncated or damaged, or not a file of torch.save; copy it again and compare its "
-            "size with the original"
-        ) from None
+        text = f"{path}: truncated or damaged, or not a file of torch.save"
+        raise ValueError(f"{text}; copy it again and compare its size with the original") from None
     return content if isinstance(content, dict) else {}
 
 
@@ -322,18 +305,15 @@ def only_tensors(path: Path, content: object) -> dict[str, Tensor]:
     mapping, and for tensors without all their elements in the file."""
     if not isinstance(content, dict):
         kind = type(content).__name__
-        raise ValueError(
-            f"{path}: has a {kind} instead of a mapping of names to tensors, so it is no checkpoint "
-            "of SAT; copy it again"
-        )
+        text = f"{path}: has a {kind} instead of a mapping of names to tensors, so it is no checkpoint of SAT"
+        raise ValueError(f"{text}; copy it again")
     found = {k: v for k, v in content.items() if isinstance(k, str) and isinstance(v, Tensor)}
     for name, tensor in found.items():
         # weights_only still builds sparse tensors and views from the numbers in the pickle.
         is_plain = tensor.layout == torch.strided and tensor.device.type == "cpu"
         # Rows that share numbers. A sparse tensor has no number of bytes.
         if not is_plain or tensor.nbytes > max(_MOST_EXPANDED, tensor.untyped_storage().nbytes()):
-            raise ValueError(
-                f"{path}: {brief(name)} is not a plain tensor (sparse, or with fewer elements than "
-                "its shape has); save it again with torch.save({'module': state_dict}, path)"
-            )
+            text = f"{path}: {brief(name)} is not a plain tensor (sparse, or with fewer elements than its shape "
+            text += "has); save it again with torch.save({'module': state_dict}, path)"
+            raise ValueError(text)
     return found

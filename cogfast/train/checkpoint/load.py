@@ -127,26 +127,22 @@ def _check_has_state(path: Path, files: RunFiles, engine: ZeroEngine) -> None:
     missing = sorted({*engine.state_kinds()} - files.kinds)
     if isinstance(engine.optimizer, FusedEmaAdam) and missing:
         name = mirror.name_of(path)
-        raise ValueError(
-            f"args.resume={name}: the checkpoint has no {', '.join(missing)} of {type(engine.optimizer).__name__}; "
-            f"resume from another one, or start a new run from its weights with args.load={name}"
-        )
+        text = f"args.resume={name}: the checkpoint has no {', '.join(missing)} of "
+        text += f"{type(engine.optimizer).__name__}; resume from another one"
+        raise ValueError(f"{text}, or start a new run from its weights with args.load={name}")
 
 
 def _check_same_model(path: Path, manifest: dict, engine: ZeroEngine) -> None:
     optimizer, name = type(engine.optimizer).__name__, mirror.name_of(path)
     if manifest.get("optimizer", optimizer) != optimizer:
-        raise ValueError(
-            f"args.resume={name}: its optimizer is {manifest['optimizer']}, whose state does not fit {optimizer}; "
-            f"resume with that deepspeed.optimizer.type, or start a new run with args.load={name}"
-        )
+        text = f"args.resume={name}: its optimizer is {manifest['optimizer']}, whose state does not fit {optimizer}"
+        text += "; resume with that deepspeed.optimizer.type"
+        raise ValueError(f"{text}, or start a new run with args.load={name}")
     have = {n: whole_shape(p) for n, p in engine.transformer.named_parameters() if p.requires_grad}
     # Whole shapes on both sides, so that the layouts of both runs do not matter.
     saved = {n: p["shape"] for n, p in manifest["parameters"].items()}
     differ = sorted(n for n in have.keys() | saved.keys() if have.get(n) != saved.get(n))
     if differ:
-        raise ValueError(
-            f"args.resume={name}: the checkpoint is of another model: {len(differ)} trained parameters differ, "
-            f"first {differ[0]} (config {have.get(differ[0])}, checkpoint {saved.get(differ[0])}); resume with "
-            "the config of that run"
-        )
+        text = f"args.resume={name}: the checkpoint is of another model: {len(differ)} trained parameters "
+        text += f"differ, first {differ[0]} (config {have.get(differ[0])}, checkpoint {saved.get(differ[0])})"
+        raise ValueError(f"{text}; resume with the config of that run")

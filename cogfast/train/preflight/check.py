@@ -195,10 +195,8 @@ def check_train(run: Run, world_size: int | None = None) -> None:
     _check_export(args, run.sections["model"], network)
     # Weights from scratch have an output layer of zeros, behind which no adapter gets a gradient.
     if sizes.lora_rank is not None and args.load is None:
-        raise ValueError(
-            "args.load is missing: LoRA adapts trained weights, and random weights give it no gradient; "
-            "set args.load to the folder of the base model"
-        )
+        text = "args.load is missing: LoRA adapts trained weights, and random weights give it no gradient"
+        raise ValueError(f"{text}; set args.load to the folder of the base model")
     optimizer = run.deepspeed.get("optimizer") or {}
     if sizes.lora_rank is not None and own_optimizer(optimizer) == "muon":
         key = f"{OPTIMIZER}.type"
@@ -249,10 +247,8 @@ def check_sample(run: Run, weights: str | None = None, given: Sequence[str] = ()
     if weights is None:
         _refuse_missing(run.origins, _placeholders(run.sections), _missing_files(args, _WEIGHTS))
         if args.load is None and not args.force_inference:
-            raise ValueError(
-                "args.load is missing; set it to the weights to sample with, or give a run's folder; "
-                "args.force_inference=true samples with random weights"
-            )
+            text = "args.load is missing; set it to the weights to sample with, or give a run's "
+            raise ValueError(f"{text}folder; args.force_inference=true samples with random weights")
         _check_network(run.network_target, network, run.allow_import)
         _check_adapters(args, run.network.config, run.origins)
     _check_precision(args)

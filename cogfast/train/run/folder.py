@@ -103,9 +103,8 @@ def open_run_folder(
             opened.extend(path for path in _open(args, locks, held) if path is not None)
         except StoreError as error:
             is_path = args.run_folder is None and args.resume not in (None, "auto", "latest")
-            raise ValueError(
-                f"args.{'resume' if is_path else _given_folder(args)[0]}: {error}"
-            ) from None
+            text = f"args.{'resume' if is_path else _given_folder(args)[0]}: {error}"
+            raise ValueError(text) from None
         return [name_of(path) for path in opened], locks[-1].url, locks[-1].holder
 
     # Other machines may have their caches elsewhere.
@@ -169,10 +168,8 @@ def _open(args: TrainKeys, locks: list[RunLock], held: ExitStack) -> tuple[Path,
             checkpoint.parent.name == "checkpoints" or (run / _CONFIG).is_file()
         ):
             # A copy: what lies beside it is not this run's to write to and remove.
-            raise ValueError(
-                f"args.resume={args.resume}: it is not in the folder of its run, as RUN/checkpoints/STEP; "
-                "set args.run_folder to the folder in which the run continues"
-            )
+            text = f"args.resume={args.resume}: it is not in the folder of its run, as RUN/checkpoints/STEP; set "
+            raise ValueError(f"{text}args.run_folder to the folder in which the run continues")
         if not locks:
             lock(run)
         if checkpoint is not None and args.resume in ("auto", "latest"):
@@ -181,10 +178,8 @@ def _open(args: TrainKeys, locks: list[RunLock], held: ExitStack) -> tuple[Path,
     if checkpoint is not None and not is_theirs and run_of(checkpoint).samefile(run):
         layout = layout_of(checkpoint)
         if layout != args.folder_layout:
-            raise ValueError(
-                f"args.folder_layout={args.folder_layout}, but {name_of(run)} has the names of {layout}; set "
-                f"args.folder_layout={layout} to resume there"
-            )
+            text = f"args.folder_layout={args.folder_layout}, but {name_of(run)} has the names of {layout}"
+            raise ValueError(f"{text}; set args.folder_layout={layout} to resume there")
     return run, checkpoint
 
 
@@ -223,10 +218,8 @@ def resumed_in_run_folder(args: TrainKeys) -> Path | None:
     if args.resume in ("auto", "latest") and own is not None:
         return own
     if args.resume == "latest":
-        raise ValueError(
-            f"args.resume=latest: args.run_folder={args.run_folder} has no checkpoint; use args.resume=auto "
-            "to start a new run in that case"
-        )
+        text = f"args.resume=latest: args.run_folder={args.run_folder} has no checkpoint"
+        raise ValueError(f"{text}; use args.resume=auto to start a new run in that case")
     checkpoint = None
     if args.resume not in (None, "auto"):
         place = place_of(args.resume)
@@ -307,11 +300,9 @@ def adapters_to_resume(checkpoint: Path) -> Path | None:
     if file.is_file():
         return file
     if any(checkpoint.glob("*/*_states.pt")):
-        raise ValueError(
-            f"args.resume={name_of(checkpoint)}: its weights are in DeepSpeed's pickle files, which are not read; "
-            "make a diffusers folder of them with its zero_to_fp32.py, and start a new run with "
-            "args.load=FOLDER"
-        )
+        text = f"args.resume={name_of(checkpoint)}: its weights are in DeepSpeed's pickle files, which are not read"
+        text += "; make a diffusers folder of them with its zero_to_fp32.py"
+        raise ValueError(f"{text}, and start a new run with args.load=FOLDER")
     return None
 
 
@@ -369,10 +360,8 @@ def _find(
                     logger.info(text, resume, name_of(run), len(runs), experiment)
                 return run, checkpoint
         if resume == "latest":
-            raise ValueError(
-                f"args.resume=latest: no run of {experiment!r} with a checkpoint in {name_of(save)}; "
-                "use args.resume=auto to start a new run in that case"
-            )
+            text = f"args.resume=latest: no run of {experiment!r} with a checkpoint in {name_of(save)}; use "
+            raise ValueError(f"{text}args.resume=auto to start a new run in that case")
     while lock is not None:
         stamp = datetime.now(UTC).strftime("%Y-%m-%d-%H-%M-%S")
         run = save / f"{experiment}-{stamp}"
@@ -384,10 +373,8 @@ def _find(
         except FileExistsError:  # another run started in the same second
             time.sleep(0.2)
         except OSError as error:
-            raise ValueError(
-                f"args.save={name_of(save)}: cannot create a run's folder there ({error.strerror or error}); set "
-                "it to another folder"
-            ) from None
+            text = f"args.save={name_of(save)}: cannot create a run's folder there ({error.strerror or error})"
+            raise ValueError(f"{text}; set it to another folder") from None
     return save, None
 
 
@@ -420,10 +407,8 @@ def _no_checkpoint(path: Path) -> ValueError:
 
 def _named(path: Path) -> tuple[Path, Path]:
     if not path.is_dir():
-        raise ValueError(
-            f"args.resume={name_of(path)}: no such folder; refusing to start from scratch; "
-            "set it to the folder of a run or checkpoint, or to auto"
-        )
+        text = f"args.resume={name_of(path)}: no such folder; refusing to start from scratch"
+        raise ValueError(f"{text}; set it to the folder of a run or checkpoint, or to auto")
     # A path such as `.` or `..` has no name of its own, which decides what it is.
     path = path.absolute()
     checkpoint = path if is_in_run(path) else find_run_checkpoint(path)
@@ -452,10 +437,9 @@ def check_changes(
     if more > 0:
         changes = [*changes[:_MOST_CHANGES], f"and {more} more keys"]
     if changes and not sections["args"].get("accept_changes"):
-        raise ValueError(
-            f"args.resume={name_of(checkpoint)}: the configuration differs from the checkpoint's: "
-            f"{'; '.join(changes)}; change it back, or resume anyway with args.accept_changes=true"
-        )
+        text = f"args.resume={name_of(checkpoint)}: "
+        text += f"the configuration differs from the checkpoint's: {'; '.join(changes)}"
+        raise ValueError(f"{text}; change it back, or resume anyway with args.accept_changes=true")
 
 
 def plain_sections(sections: Mapping[str, Any]) -> dict:
@@ -503,9 +487,8 @@ def describe_run(
         if changes_of_code:
             write_text(folder / f"changes{mark}.diff", changes_of_code + "\n")
     except (OSError, WriteError) as error:
-        raise ValueError(
-            f"{error}; free space, or set args.save or args.run_folder to another folder"
-        ) from None
+        text = f"{error}; free space, or set args.save or args.run_folder to another folder"
+        raise ValueError(text) from None
 
 
 def _changes_since(manifest: dict, sections: Sections, classes: Classes) -> dict[str, str]:

@@ -204,10 +204,9 @@ class WandbRun(_Tracker):
             self._run.define_metric("step")
             self._run.define_metric("*", step_metric="step")
         except Exception as error:
-            raise RuntimeError(
-                f"args.wandb=true, but W&B does not start ({one_line(str(error))}); run `wandb login`, "
-                "set WANDB_MODE=offline in the environment, or set args.wandb=false"
-            ) from error
+            text = f"args.wandb=true, but W&B does not start ({one_line(str(error))})"
+            text += "; run `wandb login`, set WANDB_MODE=offline in the environment, or set args.wandb=false"
+            raise RuntimeError(text) from error
 
     def log(self, step: int, numbers: Mapping[str, float]) -> None:
         self._attempt(f"step {step}", lambda: self._run.log({**numbers, "step": step}))

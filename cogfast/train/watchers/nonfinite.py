@@ -229,18 +229,13 @@ def _watched(transformer: DiffusionTransformer, batch_size: int) -> Iterator[_Fi
 def check_skipped(step: int, num_skipped: int, is_scale_spent: bool) -> None:
     """Raise RuntimeError if too many steps in a row were skipped, or if fp16's scale is spent."""
     if is_scale_spent:
-        raise RuntimeError(
-            "gradients overflowed with fp16's loss scale at its minimum "
-            f"(deepspeed.fp16.min_loss_scale) by step {step}; the steps that overflowed did "
-            "not change the weights: resume from the last checkpoint with a lower learning rate, "
-            "or in bf16 instead of fp16"
-        )
+        text = "gradients overflowed with fp16's loss scale at its minimum (deepspeed.fp16.min_loss_scale) by step "
+        text += f"{step}; the steps that overflowed did not change the weights: resume from the last checkpoint "
+        raise RuntimeError(f"{text}with a lower learning rate, or in bf16 instead of fp16")
     if num_skipped >= MOST_IN_A_ROW:
-        raise RuntimeError(
-            f"{num_skipped} steps in a row had non-finite gradients at step {step}; they did not "
-            "change the weights: resume from the last checkpoint with a lower learning rate, or in bf16 instead "
-            "of fp16"
-        )
+        text = f"{num_skipped} steps in a row had non-finite gradients at step {step}"
+        text += "; they did not change the weights: resume from the last checkpoint with a lower learning rate"
+        raise RuntimeError(f"{text}, or in bf16 instead of fp16")
 
 
 def sample_names(

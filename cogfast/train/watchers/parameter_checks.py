@@ -49,10 +49,8 @@ class GradientCheck(Watcher):
     def __init__(self, model: nn.Module) -> None:
         trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
         if not trainable:
-            raise ValueError(
-                "nothing is trainable: model.not_trainable_prefixes freezes all parameters and "
-                "there is no lora_config; remove the prefix or set args.lora_rank=64"
-            )
+            text = "nothing is trainable: model.not_trainable_prefixes freezes all parameters and there is no "
+            raise ValueError(f"{text}lora_config; remove the prefix or set args.lora_rank=64")
         self.num_trainable = len(trainable)
         self.is_lora = all("lora" in name or "matrix_" in name for name in trainable)
         self.waiting = set(trainable)
