@@ -312,20 +312,20 @@ def test_web_addresses_are_public_ones() -> None:
 # Counts of tests/core/structure.py. A commit may lower a ceiling; none may raise one, but for the lines that a
 # fix adds.
 CEILINGS = {
-    "lines of the package": 45908,
-    "lines of the core": 25142,
+    "lines of the package": 45340,
+    "lines of the core": 24849,
     "the core's share in percent": 54,
-    "imports of extensions by the core": 96,
-    "files of the core that import extensions": 45,
+    "imports of extensions by the core": 95,
+    "files of the core that import extensions": 44,
     "rooms that import each other": 6,
     "circles of files": 0,
     "functions and fields that take a merged configuration": 11,
     "dotted keys": 0,
     "sections that are parsed again": 0,
     "files that import stores": 36,
-    "lines of trainer.py": 377,
+    "lines of trainer.py": 371,
     "imports of trainer.py": 21,
-    "lines of the longest function": 129,
+    "lines of the longest function": 127,
     "attributes of a class": 27,
 }
 # {file of the core: modules of extensions that it still imports}. Rows and words may go, none may come.
