@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from copy import deepcopy
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -51,4 +52,5 @@ def is_none(node: Mapping | None) -> bool:
 def _built(value: Any) -> Any:
     if isinstance(value, list) and value and all(isinstance(one, Component) for one in value):
         return [one.build() for one in value]
-    return value.build() if isinstance(value, Component) else value
+    # A class may change its arguments, and the run keeps them: it saves them, and builds again.
+    return value.build() if isinstance(value, Component) else deepcopy(value)

@@ -277,6 +277,7 @@ def write_hashed(path: Path, parts: Iterable[bytes | memoryview]) -> str:
         for part in parts:
             made.update(part)
             file.write(part)
+            del part  # so that the next one, which may be as large, is read without it
         file.flush()
         os.fsync(file.fileno())
     return made.hexdigest()

@@ -79,14 +79,13 @@ class CaptionedVideos(Dataset):
     source_sizes: number of samples per source; `clips` lists the sources one after the other.
     """
 
-    is_cached = False  # whether samples are read as latents, and no video is decoded
-
     def __init__(
         self, clips: ClipList, settings: ClipSettings, source_sizes: Sequence[int] = ()
     ) -> None:
         self.clips = clips
         self.settings = settings
         self.source_sizes = tuple(source_sizes)
+        self.is_cached = False  # whether samples are read as latents, and no video is decoded
         # The samples' further videos by name, which are read as the clips are.
         self.others: dict[str, CaptionedVideos] = {}
         for name, files in clips.others.items():

@@ -28,7 +28,7 @@ from cogfast.config.yaml_files import (
     to_dict,
 )
 from cogfast.core.addresses import CACHE_VARIABLE, check_address, is_url
-from cogfast.core.keys import COMMAND_LINE, DEFAULT, SECTIONS, Given, find_origin
+from cogfast.core.keys import COMMAND_LINE, DEFAULT, SECTIONS, find_origin
 from cogfast.core.values import KeyProblem, Problems, cut, leaves, one_line, show
 from cogfast.door.deepspeed_keys import fold
 from cogfast.door.merged_config import Config
@@ -59,7 +59,7 @@ def load_config(
     overrides: Sequence[str] = (),
     allow_import: Sequence[str] = (),
     is_of_run: bool = False,
-    settings: Given | None = None,
+    settings: Mapping[str, tuple[object, str]] | None = None,
 ) -> Config:
     """Merge the YAML files and the `key=value` overrides, and check every key of the result.
 

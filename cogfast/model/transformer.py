@@ -331,10 +331,11 @@ def build_transformer(
     `torch.device("meta")` no memory is allocated. allow_import: packages whose classes it may name."""
     node = model_section["network_config"]
     target = node.get("target", NETWORKS[0])
+    kind = network_class(target, allow_import)
     config = TransformerConfig(**transformer_arguments(node["params"]))
     names = ("not_trainable_prefixes", "lora_train", "trainable_modules")
     keys = ModelKeys().changed(**{n: model_section[n] for n in names if n in model_section})
-    return Network(network_class(target, allow_import), config, target, keys).build(seed)
+    return Network(kind, config, target, keys).build(seed)
 
 
 def network_class(path: str, allow_import: Sequence[str]) -> type[DiffusionTransformer]:

@@ -2,6 +2,7 @@
 
 import os
 import random
+import weakref
 from pathlib import Path
 
 import pytest
@@ -79,7 +80,14 @@ def test_checksums_while_writing_are_those_of_the_bytes(tmp_path: Path) -> None:
     # XXH3 changes its algorithm at 240 bytes.
     draw = random.Random(0)
     pieces = [draw.randbytes(n) for n in (0, 1, 7, 240, 241, 1 << 10, 3 << 20, 1, 5 << 20)]
-    found = write_hashed(tmp_path / "a", map(memoryview, pieces))
+    alive: list[weakref.ref] = []
+
+    def read(piece: bytes) -> memoryview:
+        assert all(of() is None for of in alive), "one is in memory at a time"
+        alive.append(weakref.ref(view := memoryview(piece)))
+        return view
+
+    found = write_hashed(tmp_path / "a", map(read, pieces))
     whole = b"".join(pieces)
     assert (tmp_path / "a").read_bytes() == whole
     expected = f"{xxhash.xxh3_64_intdigest(whole):016x}"

@@ -225,11 +225,15 @@ def test_resolve_gives_the_callable_and_unbuilt_parts(sat_configs):
 
 
 def test_allow_import_opens_a_package(tmp_path, monkeypatch):
-    text = "class Clips:\n    def __init__(self, data_dir, size: int): self.size = size\n"
+    # It changes its argument, of which the run keeps its own.
+    text = "class Clips:\n    def __init__(self, data_dir, size: list): self.size = size.pop()\n"
     write(tmp_path, "my_clips.py", text)
     monkeypatch.syspath_prepend(tmp_path)
-    file = write(tmp_path, "a.yaml", "data: {target: my_clips.Clips, params: {size: 3}}")
+    file = write(tmp_path, "a.yaml", "data: {target: my_clips.Clips, params: {size: [3]}}")
     config = load_config([file], allow_import=["my_clips"])
+    run = config.run
+    assert [run.data.build(data_dir="x").size for _ in range(2)] == [3, 3]
+    assert run.sections["data"]["params"] == {"size": [3]}
     absent = "No module named 'absent'; add the folder <...> PYTHONPATH"
     assert instantiate(config.data, config.allow_import, data_dir="x").size == 3
     for words, allowed, line in (

@@ -264,8 +264,6 @@ class CachedVideos(CaptionedVideos):
     samples' videos, by the names of `CaptionedVideos.encoded`.
     """
 
-    is_cached = True
-
     def __init__(
         self,
         videos: CaptionedVideos,
@@ -273,6 +271,7 @@ class CachedVideos(CaptionedVideos):
         keys: Mapping[str, Sequence[str]],
     ) -> None:
         super().__init__(videos.clips, videos.settings, videos.source_sizes)
+        self.is_cached = True
         self.entries, self.keys, self.refused = entries, keys, videos.refused
 
     def __getitem__(self, index: int) -> dict:

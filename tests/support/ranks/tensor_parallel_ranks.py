@@ -16,6 +16,7 @@ from torch import Tensor
 from cogfast.distributed.parallelize import find_shards, parallelize
 from cogfast.distributed.tensor_parallel import ParallelGroup
 from cogfast.extensions.memory.host_blocks import hold_base
+from cogfast.extensions.memory.keys import MemoryKeys
 from cogfast.model.transformer import DiffusionTransformer, assemble_transformer, build_transformer
 from cogfast.model.weights.load import load_transformer
 from cogfast.train.activation_checkpointing import apply_policies
@@ -54,7 +55,8 @@ def run_case(name: str, group: ParallelGroup, folder: Path, number: int) -> dict
     with torch.device("meta"):
         transformer = assemble_transformer(case.config)
     case.freeze(transformer)
-    hold = partial(hold_base, quantization=case.quantization, num_offloaded=case.num_offloaded)
+    keys = MemoryKeys(quantize_base=case.quantization, offload_blocks=case.num_offloaded)
+    hold = partial(hold_base, args=keys)
     shards = share_of(transformer, group, folder, case.splits_rows, hold)
     transformer.to(case.dtype)
     if case.is_compiled:
