@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from copy import deepcopy
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -50,7 +49,12 @@ def is_none(node: Mapping | None) -> bool:
 
 
 def _built(value: Any) -> Any:
-    if isinstance(value, list) and value and all(isinstance(one, Component) for one in value):
-        return [one.build() for one in value]
-    # A class may change its arguments, and the run keeps them: it saves them, and builds again.
-    return value.build() if isinstance(value, Component) else deepcopy(value)
+    """Return a value with its components built, in mappings and lists of its own.
+
+    A class may change them, and the run keeps its own: it saves them, and builds again.
+    """
+    if isinstance(value, dict):
+        return {key: _built(inner) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [_built(inner) for inner in value]
+    return value.build() if isinstance(value, Component) else value

@@ -206,7 +206,8 @@ class Encoder:
 
     def scale_image(self, latents: Tensor) -> Tensor:
         """Return image latents for latents of the data, which have scale_factor."""
-        return latents.float() * (self.image_scale / self.scale_factor)
+        factor, latents = self.image_scale / self.scale_factor, latents.float()
+        return latents if factor == 1 else latents * factor
 
     @torch.no_grad()
     def encode_noised(self, images: Tensor, keys: Sequence[str], number: int) -> Moments:

@@ -312,8 +312,8 @@ def test_web_addresses_are_public_ones() -> None:
 # Counts of tests/core/structure.py. A commit may lower a ceiling; none may raise one, but for the lines that a
 # fix adds.
 CEILINGS = {
-    "lines of the package": 45342,
-    "lines of the core": 24852,
+    "lines of the package": 45347,
+    "lines of the core": 24857,
     "the core's share in percent": 54,
     "imports of extensions by the core": 95,
     "files of the core that import extensions": 44,

@@ -169,7 +169,7 @@ def _attempt(read: Callable[[], Any], problems: list[str], otherwise: Any = None
     try:
         return read()
     except (ValueError, OmegaConfBaseException) as error:
-        problems.append(str(error).splitlines()[0])
+        problems.append(str(error).partition("\n")[0])
         return otherwise
 
 
