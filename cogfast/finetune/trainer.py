@@ -389,8 +389,8 @@ class Trainer:
             # A method of PyTorch's schedulers; between two steps, the rate is that of the next step.
             rate = lambda: [run.learning_rate(run.step)]
             self.lr_scheduler = SimpleNamespace(get_last_lr=rate)
-            self.state.num_trainable_parameters = run.parts.num_trained
-            self.state.total_batch_size_count = run.parts.global_batch
+            self.state.num_trainable_parameters = run.parts.model.num_trained
+            self.state.total_batch_size_count = run.parts.data.global_batch
             # For the user: nothing reads this file.
             if run.groups.is_main:
                 text = json.dumps(shown(self.args.model_dump(mode="json")), indent=2, default=str)

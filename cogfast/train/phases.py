@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -52,11 +52,12 @@ from cogfast.model.weights.checkpoint_manifest import (
     DamagedRun,
     checkpoints_folder,
     read_manifest,
-    run_of,
     step_of,
 )
 from cogfast.train.assembly import (
     DTYPES,
+    Datasets,
+    Diffusion,
     assemble_datasets,
     assemble_diffusion,
     assemble_encoder,
@@ -66,6 +67,7 @@ from cogfast.train.assembly import (
 )
 from cogfast.train.checkpoint.load import load_checkpoint
 from cogfast.train.checkpoint.write import CheckpointWriter
+from cogfast.train.encode import Encoder
 from cogfast.train.frozen_encoders import EncodeOverrides
 from cogfast.train.keys import TrainKeys
 from cogfast.train.optimizer import TENTH, build_optimizer, parameter_groups, warn_of_rate
@@ -88,7 +90,7 @@ from cogfast.train.run.folder import (
 )
 from cogfast.train.run.opened import Run
 from cogfast.train.run.own_classes import Classes, own_classes
-from cogfast.train.run.terminal import log_unused, resume_words
+from cogfast.train.run.terminal import Hints, log_unused
 from cogfast.train.run.trackers import RunLog
 from cogfast.train.video_size import SampleSize, warn_of_pipeline_positions
 from cogfast.train.watchers.hang import HangStacks
@@ -100,12 +102,79 @@ from cogfast.train.watchers.watcher import Watcher, Watchers
 
 logger = logging.getLogger(__name__)
 
-# Commands that copy a folder to a store, by its scheme
-_COPIES = {"s3": "aws s3 cp --recursive", "gs": "gcloud storage cp --recursive"}
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Launch:
+    """A run and its processes. args: its keys, with what the phases have chosen."""
+
+    run: Run
+    args: TrainKeys
+    groups: ProcessGroups
+    overrides: EncodeOverrides
+    own: Classes  # of the user
+    held: ExitStack  # what the run holds until its log ends: the lock of its folder, uploads to a store
+    log: RunLog
 
 
-def start(run: Run) -> tuple[Run, ProcessGroups]:
-    """Check a run and start its processes. Return it with what its weights, its launch and its devices decide."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Data:
+    """What is trained on. num_steps: of the whole run. bad: {name of an unusable sample: reason}."""
+
+    datasets: Datasets
+    order: GlobalOrder
+    num_steps: int
+    global_batch: int
+    bad: Mapping[str, str]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Folder:
+    """Where the run is written, and the checkpoint that it continues, with completed optimizer steps."""
+
+    path: Path
+    checkpoint: Path | None
+    manifest: dict[str, Any]
+    step: int
+    learning_rate: Callable[[int], float]  # by step, from 0
+    check_owner: Callable[[], None]
+    uploads: Uploads
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Model:
+    """What computes: the transformer, and the frozen encoders before it."""
+
+    transformer: DiffusionTransformer
+    attention_backend: str | None  # None: the op's default
+    encoder: Encoder
+    encode_choice: EncodeChoice
+    num_trained: int  # parameters
+    gradient_check: GradientCheck
+    exporter: Exporter
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Parts:
+    """All that the training loop uses, as the phases have built it."""
+
+    launch: Launch
+    diffusion: Diffusion
+    data: Data
+    folder: Folder
+    model: Model
+    engine: ZeroEngine
+    size: SampleSize
+    memory: MemoryWatch
+    bands: BandLosses
+    evaluator: Evaluator
+    writer: CheckpointWriter
+    hints: Hints
+
+
+def start(
+    run: Run, overrides: EncodeOverrides, own: Classes, log: RunLog, held: ExitStack
+) -> Launch:
+    """Check a run and start its processes, with what its weights, its launch and its devices decide."""
     run = run.with_values(*follow_weights(run.args))
     values, launch = follow_world(run.args, run.deepspeed, run.origins)
     run = run.with_values(values, run.args.key("elastic"))
@@ -114,184 +183,222 @@ def start(run: Run) -> tuple[Run, ProcessGroups]:
         run_without_dynamo()
     # Before process groups and GPU memory, so that a mistake ends the run in seconds.
     check_train(run)
-    groups = start_processes(
-        args.model_parallel_size, args.context_parallel_size, args.collective_timeout, launch
-    )
+    sizes = args.model_parallel_size, args.context_parallel_size
+    groups = start_processes(*sizes, args.collective_timeout, launch)
     groups.check_same(leaves(plain_sections(run.sections)))
     change = partial(setup_of, run)
     if args.fit == "auto" and (values := fit_to_device(change, groups)):
         run = run.with_values(values, FIT)
         check_train(run)
-    return run, groups
+    if args.deterministic:
+        torch.use_deterministic_algorithms(True)
+    given = {"overrides": overrides, "own": own, "held": held, "log": log}
+    return Launch(run=run, args=run.args, groups=groups, **given)
 
 
-class Parts:
-    """All that the training loop uses. step: completed optimizer steps, of the run that it resumes.
+def build_diffusion(launch: Launch) -> Diffusion:
+    """Build denoiser, loss and sampler, and say what is unusual about the run."""
+    run, args = launch.run, launch.args
+    diffusion, network = assemble_diffusion(run.denoiser, run.loss, run.sampler), run.network.config
+    if launch.groups.is_main:
+        log_unused(run.unused, run.sections["args"], run.origins)
+        warn_of_missing_token(args)
+        warn_of_different_schedules(diffusion)
+        warn_of_pipeline_positions(run.data_arguments, network)
+        warn_of_image_scale(run.model, args.load, network)
+    return diffusion
 
-    learning_rate: by step, from 0. num_trained: parameters. num_steps: of the whole run.
-    """
 
-    def __init__(
-        self, run: Run, overrides: EncodeOverrides, own: Classes, log: RunLog, held: ExitStack
-    ) -> None:
-        """Check the configuration, start the processes, build the run, and load what it resumes from.
+def open_data(launch: Launch) -> tuple[Launch, Data]:
+    """Find the samples, and encode them if they are encoded first; their headers decide buckets and order."""
+    run, args, groups, model = launch.run, launch.args, launch.groups, launch.run.model
+    if args.encode_first:
+        # Encoding may take hours: the folder that the run needs then is created before.
+        groups.on_main(lambda: create_folder(args))
+        encode_first(run, args, groups, launch.overrides)
+    global_batch = args.batch_size * args.gradient_accumulation_steps * groups.data_size
+    # Before the model: unreadable data should fail early.
+    videos = assemble_datasets(run.data, args, model.inputs, run.is_masked, groups)
+    videos, bad = survey_datasets(videos, args, groups, global_batch)
+    check_prior(run.loss, run.network, args, videos.train)
+    about = run.sections, run.allow_import, args, model
+    datasets = read_from_cache(videos, *about, groups, launch.overrides)
+    order = assemble_order(datasets.train, args.seed, global_batch)
+    num_steps = args.train_iters if args.epochs is None else order.num_steps(args.epochs)
+    assert num_steps is not None, "the door sets a default"
+    launch, _ = _with_rates(launch, num_steps, {})
+    if groups.is_main:
+        log_pictures(datasets.train, order)
+        warn_of_rate(launch.args, num_steps, run.deepspeed.get("optimizer") or {})
+    data = Data(
+        datasets=datasets, order=order, num_steps=num_steps, global_batch=global_batch, bad=bad
+    )
+    return launch, data
 
-        own: classes. held: what the run holds until its log ends: the lock of its folder, uploads to a store.
-        """
-        run, groups = start(run)
-        args, network, data, model = run.args, run.network, run.data_arguments, run.model
-        diffusion = assemble_diffusion(run.denoiser, run.loss, run.sampler)
-        if groups.is_main:
-            log_unused(run.unused, run.sections["args"], run.origins)
-            warn_of_missing_token(args)
-            warn_of_different_schedules(diffusion)
-            warn_of_pipeline_positions(data, network.config)
-            warn_of_image_scale(model, args.load, network.config)
-        if args.deterministic:
-            torch.use_deterministic_algorithms(True)
 
-        if args.encode_first:
-            # Encoding may take hours: the folder that the run needs then is created before.
-            groups.on_main(lambda: create_folder(args))
-            encode_first(run, args, groups, overrides)
-        global_batch = args.batch_size * args.gradient_accumulation_steps * groups.data_size
-        # Before the model: headers determine buckets and order, and unreadable data should fail early.
-        videos = assemble_datasets(run.data, args, model.inputs, run.is_masked, groups)
-        videos, bad = survey_datasets(videos, args, groups, global_batch)
-        check_prior(run.loss, network, args, videos.train)
-        about = run.sections, run.allow_import, args, model
-        datasets = read_from_cache(videos, *about, groups, overrides)
-        order = assemble_order(datasets.train, args.seed, global_batch)
-        num_steps = args.train_iters if args.epochs is None else order.num_steps(args.epochs)
-        assert num_steps is not None, "the door sets a default"
-        args, learning_rate = fit_rates(run.origins, args, num_steps)
-        run = run.with_values(warmup_of(args, run.args), TENTH)
-        if groups.is_main:
-            log_pictures(datasets.train, order)
-            warn_of_rate(args, num_steps, run.deepspeed.get("optimizer") or {})
-        folder, checkpoint, check_owner = open_run_folder(args, groups, held)
-        step, manifest = 0, {}
-        if checkpoint is not None:
-            adapters = groups.on_main(partial(adapters_to_resume, checkpoint))
-            if adapters is not None:
-                checkpoint = None
-                step, args = _take_adapters(name_of(adapters), args, groups)
-        if checkpoint is not None:
-            manifest = groups.on_main(partial(read_manifest, checkpoint, RESUMABLE))
-            args, learning_rate = fit_rates(run.origins, args, num_steps, manifest)
-            run = run.with_values(warmup_of(args, run.args), TENTH)
-            groups.on_main(
-                partial(check_changes, checkpoint, manifest, run.sections, global_batch, own)
-            )
-            step = manifest["step"]
-            if groups.is_main and step > num_steps:
-                text = "the checkpoint is at step %d, and the run ends at step %d: nothing is left to train; "
-                logger.warning(text + "set args.train_iters above %d", step, num_steps, step)
-        # One rank of each machine uploads what its ranks write.
-        local = folder if groups.local_rank == 0 else Path()
-        self.uploads = Uploads(local, check_owner, groups.is_main)
-        held.callback(self.uploads.close)
-        about = (checkpoint, manifest, run.sections, run.origins, groups.world_size, own)
-        groups.on_main(partial(describe_run, folder, *about))
-        if groups.is_main:
-            log.open(folder)
-            # The headers were read before the folder existed.
-            record_bad(folder, bad, len(datasets.train))
+def _with_rates(
+    launch: Launch, num_steps: int, manifest: Mapping[str, Any]
+) -> tuple[Launch, Callable[[int], float]]:
+    """Return the launch with its warm-up, and the learning rate by step. manifest: of what it resumes."""
+    run = launch.run
+    args, learning_rate = fit_rates(run.origins, launch.args, num_steps, manifest)
+    run = run.with_values(warmup_of(args, run.args), TENTH)
+    return replace(launch, run=run, args=args), learning_rate
 
-        transformer = assemble_transformer(network, args, groups, allow_missing=args.force_train)
-        _check_lora(transformer, args, groups)
-        exporter = Exporter(args, transformer, num_steps, DTYPES[args.precision])
-        # A resumed run keeps its attention backend and the way in which clips are encoded.
-        stored, way = manifest.get("attention_backend"), manifest.get("encode_way")
-        before = manifest.get("attention")
-        chosen = choose_attention(args, network.config, data, before, groups, is_training=True)
-        args = args.changed(attention=chosen)
-        use_attention(transformer, chosen)
-        is_sparse = transformer.sparse_share is not None
-        if groups.is_main and is_sparse and args.export != "none":
-            text = "args.export=%s and " + OTHERS_RUN_DENSE
-            logger.warning(text, args.export, f"args.attention={chosen}")
-        backend = choose_for_training(data, args, transformer.config, groups, stored, is_sparse)
-        transformer.use_kernels(choose_kernels(args.kernels, backend))
-        clips = largest_clips(args, data, network.config, model.en_and_decode_n_samples_a_time)
-        encode_choice = EncodeChoice(clips, args, groups, way, datasets.train)
-        encoder = assemble_encoder(
-            run.frozen, model, args, transformer, groups, encode_choice, overrides, run.tensors
-        )
-        num_trained, gradient_check = count_trained(transformer), GradientCheck(transformer)
-        settings, timeout_s = deepspeed_config(run.deepspeed, args), args.collective_timeout
-        section, zero = run.deepspeed.get("optimizer") or {}, settings["zero_optimization"]
-        is_muon = own_optimizer(section) == "muon"
-        made = parameter_groups(transformer, args.weight_decay, args.optimizer_moments, is_muon)
-        made = order_by_blocks(made, transformer, zero, groups.world_size // groups.tensor_size)
-        state = args.optimizer_moments, args.ema_device, args.lr
-        optimizer = build_optimizer(section, made, args.kernels, run.allow_import, *state)
-        # Before ZeRO-3 divides the parameters.
-        change = partial(setup_of, replace(run, args=args))
-        memory = MemoryWatch(change, groups, self.how_to_resume)
-        memory.attention = backend
-        mpu = None if groups.tensor is None else ModelParallelUnit(groups)
-        # Last, because DeepSpeed copies the loaded weights into its flat partitions.
-        engine = ZeroEngine(transformer, optimizer, settings, mpu, timeout_s=timeout_s)
-        size = SampleSize(data, transformer.config, args.sampling_fps)
-        memory.policies = apply_checkpointing(transformer, args, groups, memory.setup)
-        tensors = tuple(sampled_tensors(network.target, data))
-        more = (datasets.valid, args, groups, folder, data.get("resize", "crop"), tensors)
-        evaluator = Evaluator(engine, diffusion, encoder, *more)
-        layout = args.folder_layout
-        checkpoints = checkpoints_folder(folder, layout)
-        writer = CheckpointWriter(checkpoints, engine, groups, args.keep_last, layout, own)
-        writer.check_owner, writer.upload_logs = check_owner, self.uploads.upload
-        if checkpoint is not None:
-            load_checkpoint(checkpoint, manifest, engine, groups)
-            _log_changes(manifest, args, order, len(datasets.train))
-            # A run that ends before its first step need not save this one again.
-            writer.resume(checkpoint, step)
-            logger.info("resumed %s at step %d", name_of(checkpoint), step)
-        self.run, self.args, self.groups, self.log = run, args, groups, log
-        self.folder, self.held, self.step, self.num_steps = folder, held, step, num_steps
-        self.global_batch, self.num_trained = global_batch, num_trained
-        self.attention_backend = backend
-        self.diffusion, self.datasets, self.order = diffusion, datasets, order
-        self.learning_rate, self.size, self.memory = learning_rate, size, memory
-        self.encode_choice, self.encoder, self.engine = encode_choice, encoder, engine
-        self.bands = BandLosses(diffusion.loss, groups.device)
-        self.evaluator, self.exporter, self.writer = evaluator, exporter, writer
-        self.gradient_check = gradient_check
 
-    def how_to_upload(self) -> str | None:
-        """Return the commands for a checkpoint that is not in its store and from which no restart continues."""
-        unsent = self.writer.unsent
-        # With args.elastic a restart removes these files, and continues from what is in the store.
-        if unsent is None or self.args.elastic != "off":
-            return None
-        url = name_of(unsent)
-        copy = _COPIES.get(url.partition("://")[0], "copy") + f" {unsent} {url}"
-        where = " on each machine" if self.groups.world_size > 1 else ""
-        how = f"run `{copy}`{where}, then the same command with {self._resume_words(url)}"
-        return f"{url} is not in the store; {how}"
+def open_folder(launch: Launch, data: Data) -> tuple[Launch, Folder]:
+    """Open the run's folder, compare the run with what it resumes, and describe it there."""
+    groups = launch.groups
+    path, checkpoint, check_owner = open_run_folder(launch.args, groups, launch.held)
+    step, manifest = 0, {}
+    if checkpoint is not None:
+        adapters = groups.on_main(partial(adapters_to_resume, checkpoint))
+        if adapters is not None:
+            checkpoint = None
+            step, args = _take_adapters(name_of(adapters), launch.args, groups)
+            launch = replace(launch, args=args)
+    if checkpoint is not None:
+        manifest = groups.on_main(partial(read_manifest, checkpoint, RESUMABLE))
+    launch, learning_rate = _with_rates(launch, data.num_steps, manifest)
+    if checkpoint is not None:
+        step = manifest["step"]
+        about = launch.run.sections, data.global_batch, launch.own
+        groups.on_main(partial(check_changes, checkpoint, manifest, *about))
+        if groups.is_main and step > data.num_steps:
+            text = "the checkpoint is at step %d, and the run ends at step %d: nothing is left to train; "
+            text += "set args.train_iters above %d"
+            logger.warning(text, step, data.num_steps, step)
+    # One rank of each machine uploads what its ranks write.
+    uploads = Uploads(path if groups.local_rank == 0 else Path(), check_owner, groups.is_main)
+    launch.held.callback(uploads.close)
+    about = launch.run.sections, launch.run.origins, groups.world_size, launch.own
+    groups.on_main(partial(describe_run, path, checkpoint, manifest, *about))
+    if groups.is_main:
+        launch.log.open(path)
+        # The headers were read before the folder existed.
+        record_bad(path, data.bad, len(data.datasets.train))
+    places = {"path": path, "checkpoint": checkpoint, "manifest": manifest, "step": step}
+    given = {"learning_rate": learning_rate, "check_owner": check_owner, "uploads": uploads}
+    return launch, Folder(**places, **given)
 
-    def _resume_words(self, folder: str) -> str:
-        return resume_words(self.run.args, self.run.origins, folder)
 
-    def how_to_resume(self) -> str:
-        """Describe the last checkpoint and the command that resumes from it."""
-        path, folder = self.writer.saved, self.folder
-        if self.how_to_upload():
-            return f"its files are in {self.writer.unsent}, but not in the store; the log says how to upload them"
-        if path is None:
-            how = "" if self.args.run_folder is None else f" with {self._resume_words('auto')}"
-            return (
-                f"nothing is saved in {name_of(folder)}; run the same command{how} to start again"
-            )
-        # A run that continues another one in a folder of its own may not have saved yet.
-        is_own = run_of(path).absolute() == folder.absolute()
-        if self.args.elastic != "off":
-            return f"the last checkpoint is {name_of(path)}; torchrun, or the same command, resumes from it"
-        resume = self._resume_words(name_of(folder if is_own else path))
-        return (
-            f"the last checkpoint is {name_of(path)}; run the same command with {resume} to resume"
-        )
+def build_model(launch: Launch, data: Data, folder: Folder) -> tuple[Launch, Model]:
+    """Build the transformer, with its weights and kernels, and the encoders."""
+    run, groups = launch.run, launch.groups
+    args, network, stored = launch.args, run.network, folder.manifest
+    transformer = assemble_transformer(network, args, groups, allow_missing=args.force_train)
+    _check_lora(transformer, args, groups)
+    num_steps, dtype = data.num_steps, DTYPES[args.precision]
+    exporter = Exporter(args, transformer, num_steps, dtype)
+    args, backend = _choose_attention(launch, transformer, stored)
+    clips = largest_clips(
+        args, run.data_arguments, network.config, run.model.en_and_decode_n_samples_a_time
+    )
+    # A resumed run keeps the way in which clips are encoded.
+    choice = EncodeChoice(clips, args, groups, stored.get("encode_way"), data.datasets.train)
+    about = transformer, groups, choice, launch.overrides, run.tensors
+    encoder = assemble_encoder(run.frozen, run.model, args, *about)
+    model = Model(
+        transformer=transformer,
+        attention_backend=backend,
+        encoder=encoder,
+        encode_choice=choice,
+        num_trained=count_trained(transformer),
+        gradient_check=GradientCheck(transformer),
+        exporter=exporter,
+    )
+    return replace(launch, args=args), model
+
+
+def _choose_attention(
+    launch: Launch, transformer: DiffusionTransformer, stored: Mapping[str, Any]
+) -> tuple[TrainKeys, str | None]:
+    """Choose args.attention and the backend, which a resumed run keeps. stored: its manifest."""
+    args, groups, data = launch.args, launch.groups, launch.run.data_arguments
+    before, config = stored.get("attention"), launch.run.network.config
+    chosen = choose_attention(args, config, data, before, groups, is_training=True)
+    args = args.changed(attention=chosen)
+    use_attention(transformer, chosen)
+    is_sparse = transformer.sparse_share is not None
+    if groups.is_main and is_sparse and args.export != "none":
+        text = "args.export=%s and " + OTHERS_RUN_DENSE
+        logger.warning(text, args.export, f"args.attention={chosen}")
+    before = stored.get("attention_backend")
+    backend = choose_for_training(data, args, transformer.config, groups, before, is_sparse)
+    transformer.use_kernels(choose_kernels(args.kernels, backend))
+    return args, backend
+
+
+def build_engine(launch: Launch, model: Model, hints: Hints) -> tuple[ZeroEngine, MemoryWatch]:
+    """Build the optimizer and give both to DeepSpeed; what is left of the memory decides checkpointing."""
+    run, args, groups, transformer = launch.run, launch.args, launch.groups, model.transformer
+    settings, section = deepspeed_config(run.deepspeed, args), run.deepspeed.get("optimizer") or {}
+    is_muon, moments = own_optimizer(section) == "muon", args.optimizer_moments
+    made = parameter_groups(transformer, args.weight_decay, moments, is_muon)
+    num_data_ranks = groups.world_size // groups.tensor_size
+    made = order_by_blocks(made, transformer, settings["zero_optimization"], num_data_ranks)
+    state = moments, args.ema_device, args.lr
+    optimizer = build_optimizer(section, made, args.kernels, run.allow_import, *state)
+    # Before ZeRO-3 divides the parameters.
+    change = partial(setup_of, replace(run, args=args))
+    memory = MemoryWatch(change, groups, hints.how_to_resume)
+    memory.attention = model.attention_backend
+    mpu = None if groups.tensor is None else ModelParallelUnit(groups)
+    # Last, because DeepSpeed copies the loaded weights into its flat partitions.
+    timeout_s = args.collective_timeout
+    engine = ZeroEngine(transformer, optimizer, settings, mpu, timeout_s=timeout_s)
+    memory.policies = apply_checkpointing(transformer, args, groups, memory.setup)
+    return engine, memory
+
+
+def build_writer(
+    launch: Launch, data: Data, folder: Folder, engine: ZeroEngine
+) -> CheckpointWriter:
+    """Build the writer of checkpoints, and load the state of the one that the run continues."""
+    args, groups, checkpoint = launch.args, launch.groups, folder.checkpoint
+    layout = args.folder_layout
+    checkpoints = checkpoints_folder(folder.path, layout)
+    writer = CheckpointWriter(checkpoints, engine, groups, args.keep_last, layout, launch.own)
+    writer.check_owner, writer.upload_logs = folder.check_owner, folder.uploads.upload
+    if checkpoint is not None:
+        load_checkpoint(checkpoint, folder.manifest, engine, groups)
+        _log_changes(folder.manifest, args, data.order, len(data.datasets.train))
+        # A run that ends before its first step need not save this one again.
+        writer.resume(checkpoint, folder.step)
+        logger.info("resumed %s at step %d", name_of(checkpoint), folder.step)
+    return writer
+
+
+def _build(launch: Launch) -> Parts:
+    """Run the phases, in the order in which mistakes end a run soonest."""
+    diffusion = build_diffusion(launch)
+    launch, data = open_data(launch)
+    launch, folder = open_folder(launch, data)
+    launch, model = build_model(launch, data, folder)
+    run, args, groups = launch.run, launch.args, launch.groups
+    hints = Hints(args, run.origins, folder.path, groups.world_size)
+    engine, memory = build_engine(launch, model, hints)
+    size = SampleSize(run.data_arguments, engine.transformer.config, args.sampling_fps)
+    tensors = tuple(sampled_tensors(run.network.target, run.data_arguments))
+    resize = run.data_arguments.get("resize", "crop")
+    about = data.datasets.valid, args, groups, folder.path, resize, tensors
+    evaluator = Evaluator(engine, diffusion, model.encoder, *about)
+    writer = hints.writer = build_writer(launch, data, folder, engine)
+    bands = BandLosses(diffusion.loss, groups.device)
+    return Parts(
+        launch=launch,
+        diffusion=diffusion,
+        data=data,
+        folder=folder,
+        model=model,
+        engine=engine,
+        size=size,
+        memory=memory,
+        bands=bands,
+        evaluator=evaluator,
+        writer=writer,
+        hints=hints,
+    )
 
 
 def assemble(run: Run, overrides: EncodeOverrides, kind: type) -> Parts:
@@ -300,7 +407,7 @@ def assemble(run: Run, overrides: EncodeOverrides, kind: type) -> Parts:
     own = own_classes(run.sections, run.allow_import, kind)
     try:
         with with_origins(run.origins):
-            return Parts(run, overrides, own, log, held)
+            return _build(start(run, overrides, own, log, held))
     except BaseException as error:
         log.end(error)
         held.close()
@@ -311,21 +418,21 @@ def assemble(run: Run, overrides: EncodeOverrides, kind: type) -> Parts:
 
 def write_run_facts(parts: Parts, num_steps: int, shows_ema: bool) -> None:
     """Write what the page of a run shows and no other file has. shows_ema: its samples are made with EMA's weights."""
-    run = parts.run
-    if not parts.groups.is_main:
+    run, model = parts.launch.run, parts.model
+    if not parts.launch.groups.is_main:
         return
     write_facts(
-        parts.folder,
+        parts.folder.path,
         run.sections["args"],
         run.origins,
         run.allow_import,
-        parts.args,
-        parts.attention_backend,
-        parts.engine.transformer.config.adapters,
-        num_samples=len(parts.datasets.train),
+        parts.launch.args,
+        model.attention_backend,
+        model.transformer.config.adapters,
+        num_samples=len(parts.data.datasets.train),
         num_steps=num_steps,
-        global_batch=parts.global_batch,
-        num_trained=parts.num_trained,
+        global_batch=parts.data.global_batch,
+        num_trained=model.num_trained,
         shows_ema=shows_ema,
     )
 
@@ -351,8 +458,9 @@ def assemble_watchers(
     batches: of the run. loss_at: returns the loss of a micro-batch of a step. save: saves a checkpoint of the current step,
     and returns whether that succeeded.
     """
-    args, groups, folder, engine = parts.args, parts.groups, parts.folder, parts.engine
-    transformer, dataset = engine.transformer, parts.datasets.train
+    args, groups, folder = parts.launch.args, parts.launch.groups, parts.folder.path
+    engine, data, start_step = parts.engine, parts.data, parts.folder.step
+    transformer, dataset = engine.transformer, data.datasets.train
     metrics = Metrics(
         args,
         folder,
@@ -360,18 +468,18 @@ def assemble_watchers(
         engine,
         parts.size,
         parts.bands,
-        start_step=parts.step,
-        num_steps=parts.num_steps,
-        num_slots=parts.order.num_slots,
+        start_step=start_step,
+        num_steps=data.num_steps,
+        num_slots=data.order.num_slots,
     )
-    scores = Scores(args, folder, metrics, parts.step)
+    scores = Scores(args, folder, metrics, start_step)
     parts.writer.kept = scores.kept
     # In the order of their calls; closed in the reverse order.
     watchers = [
         HangStacks(folder, groups.rank, args.collective_timeout),
         parts.memory,
-        parts.gradient_check,
-        NonfiniteCheck(args, groups, folder, engine, dataset, parts.order, loss_at, save),
+        parts.model.gradient_check,
+        NonfiniteCheck(args, groups, folder, engine, dataset, data.order, loss_at, save),
         metrics,
         scores,
         _SharedBadSamples(batches),

@@ -54,14 +54,19 @@ class Trainer:
 
     def __init__(self, config: Opens, overrides: EncodeOverrides = NO_OVERRIDES) -> None:
         parts = self.parts = assemble(config.run, overrides, self._kind or type(self))
-        self.config, self.args = config.with_values(parts.run.decided), parts.args
-        self.groups = parts.groups
-        self.diffusion, self.encoder, self.engine = parts.diffusion, parts.encoder, parts.engine
-        self.datasets, self.order, self.folder = parts.datasets, parts.order, parts.folder
-        self.learning_rate, self.num_steps = parts.learning_rate, parts.num_steps
+        launch, data, folder = parts.launch, parts.data, parts.folder
+        self.config, self.args = config.with_values(launch.run.decided), launch.args
+        self.groups = launch.groups
+        self.diffusion, self.encoder, self.engine = (
+            parts.diffusion,
+            parts.model.encoder,
+            parts.engine,
+        )
+        self.datasets, self.order, self.num_steps = data.datasets, data.order, data.num_steps
+        self.folder, self.learning_rate = folder.path, folder.learning_rate
         self.size, self.bands = parts.size, parts.bands
         self.evaluator, self.writer = parts.evaluator, parts.writer
-        self.step = parts.step  # optimizer steps done
+        self.step = folder.step  # optimizer steps done
         self.batches: ModelBatches | None = None  # while it trains
 
     def train(self) -> None:
@@ -72,18 +77,18 @@ class Trainer:
             if isinstance(error, KeyError) and error.args == ("mp4",):
                 error.add_note("a latent cache holds no pixels; set args.latent_cache=null")
             # On a line of its own: error messages are cut, and this is all that names the command.
-            if (text := self.parts.how_to_upload()) and self.parts.groups.is_main:
+            if (text := self.parts.hints.how_to_upload()) and self.groups.is_main:
                 logger.error("%s", text)
             # For the last line, also if torchrun ends this rank because of another one's error.
-            hint = self.parts.how_to_resume()
+            hint = self.parts.hints.how_to_resume()
             keep_in_last_line(f"; {hint}")
             if (self.writer.saved or self.writer.unsent) and hint not in str(error):
                 error.add_note(hint)
-            self.parts.log.end(error)
+            self.parts.launch.log.end(error)
             raise
         finally:
-            self.parts.log.end()
-            self.parts.held.close()
+            self.parts.launch.log.end()
+            self.parts.launch.held.close()
 
     def _train(self) -> None:
         args, groups = self.args, self.groups
@@ -91,7 +96,7 @@ class Trainer:
             self.datasets.train, args, groups, self.folder, self.step
         )
         self._announce()
-        with StopRequest(groups, args.max_hours, self.parts.how_to_resume) as stop:
+        with StopRequest(groups, args.max_hours, self.parts.hints.how_to_resume) as stop:
             self.watchers, self.metrics, self.scores = assemble_watchers(
                 self.parts, batches, self._loss_at, self._save_now
             )
@@ -127,17 +132,17 @@ class Trainer:
             stop.finish()
             self.engine.wait_for_weights()
             if self.step > self.writer.saved_step:
-                text = f"step {self.step} could not be saved (see the error above); {self.parts.how_to_resume()}"
+                text = f"step {self.step} could not be saved (see the error above); {self.parts.hints.how_to_resume()}"
                 raise RuntimeError(text)
             self._log_end(stop)
             if not groups.is_main:  # before rank 0 gives the run's folder to others
-                self.parts.uploads.close()
+                self.parts.folder.uploads.close()
             groups.close(ends_idle=not stop.is_by_signal)
             if args.elastic != "off" and stop.is_by_signal and not stop.is_asked:
                 # Status 1: torchrun restarts these ranks, but not those of the machine with the signal.
                 raise RuntimeError("a signal to another machine ended these ranks, too")
             num_skipped = int(self.engine.num_skipped)  # sync: once
-            if self.parts.step == 0 and self.step == num_skipped == self.num_steps:
+            if self.parts.folder.step == 0 and self.step == num_skipped == self.num_steps:
                 text = f"the run has trained nothing: all {counted(num_skipped, 'step')} had non-finite gradients "
                 raise RuntimeError(f"{text}and were skipped; look at the first warning above")
 
@@ -148,7 +153,7 @@ class Trainer:
             for batch in self._micro_batches():
                 loss = self.compute_loss(batch)
                 if not loss.requires_grad:
-                    has_own = self.parts.run.model.trainable_modules is not None
+                    has_own = self.parts.launch.run.model.trainable_modules is not None
                     raise ValueError(_WITHOUT_GRADIENT[has_own])
                 engine.backward(loss)
                 watchers.after_backward(loss)
@@ -291,28 +296,28 @@ class Trainer:
         self.metrics.add_evaluation(self.step, self.evaluator(*given, self.metrics.add_videos))
         if self.evaluator.sampled_step == self.step:
             self.scores.add(self.step)
-        self.parts.uploads.ask()
+        self.parts.folder.uploads.ask()
 
     def _save(self, is_stopping: bool = False) -> None:
         """Start writing a checkpoint. If that fails, training continues without it. is_stopping: a
         signal or time limit ends the run."""
         CLOCK.enter("save")
-        parts = self.parts
+        model = self.parts.model
         state = {
-            "global_batch": parts.global_batch,
+            "global_batch": self.parts.data.global_batch,
             "seed": self.args.seed,
             "num_samples": len(self.datasets.train),
             "data_order": self.order.fingerprint,
             "attention": self.args.attention,
-            "attention_backend": parts.attention_backend,
-            "encode_way": parts.encode_choice.way or parts.encode_choice.stored,
+            "attention_backend": model.attention_backend,
+            "encode_way": model.encode_choice.way or model.encode_choice.stored,
             "video_sizes": self.size.trained(),
-            "config": plain_sections(self.parts.run.sections),
+            "config": plain_sections(self.parts.launch.run.sections),
         }
-        is_exported = parts.exporter.is_due(self.step, is_stopping)
-        self.writer.save(self.step, state, parts.exporter.write if is_exported else None)
+        is_exported = model.exporter.is_due(self.step, is_stopping)
+        self.writer.save(self.step, state, model.exporter.write if is_exported else None)
         self.metrics.write_page()
-        self.parts.uploads.ask()
+        self.parts.folder.uploads.ask()
         CLOCK.restart()
 
     def _save_now(self) -> bool:
@@ -332,19 +337,19 @@ class Trainer:
         accumulation = args.gradient_accumulation_steps
         places = [*args.train_data, *args.valid_data, args.latent_cache or "", name_of(self.folder)]
         rate = f"{args.lr:g}, {args.lr_schedule}"
-        if self.learning_rate is not self.parts.learning_rate:
+        if self.learning_rate is not self.parts.folder.learning_rate:
             rate = f"{self.learning_rate(self.step):g} in the first step, set by the trainer"
         own = self.writer.classes.get("trainer", {}).get("name")
         facts = {
             "run folder": name_of(self.folder),
             "local cache": str(local_cache()[0]) if any(map(is_url, places)) else None,
             "trained on": f"{ranks}, ZeRO-{self.engine.stage}, {args.precision}",
-            "global batch": f"{self.parts.global_batch} = {parts} x accumulation {accumulation}",
+            "global batch": f"{self.parts.data.global_batch} = {parts} x accumulation {accumulation}",
             "data": counted(len(self.datasets.train), "sample"),
             "steps": f"{self.step} to {self.num_steps}",
             "model": f"{counted(config.num_layers, 'layer')} of width {config.hidden_size}",
             "conditions": ", ".join(self.encoder.conditions) or None,
-            "trained": f"{self.parts.num_trained / 1e6:.2f} M parameters",
+            "trained": f"{self.parts.model.num_trained / 1e6:.2f} M parameters",
             "adapters": config.adapters,
             "learning rate": f"{rate}, weight decay {args.weight_decay:g}",
             "trainer": f"{own}; held-out losses are the configured loss" if own else None,
@@ -355,13 +360,13 @@ class Trainer:
 
     def _log_end(self, stop: StopRequest) -> None:
         """Log why the run ended, where its checkpoint is, its last results, and what may follow."""
-        is_finished, run = self.step >= self.num_steps, self.parts.run
+        is_finished, run = self.step >= self.num_steps, self.parts.launch.run
         if is_finished:
             path = name_of(self.writer.path(self.step))
             logger.info("finished at step %d; checkpoint: %s", self.step, path)
         else:
             key = f"args.exit_interval={self.args.exit_interval}"
-            reason, how = stop.reason if stop.is_stopping else key, self.parts.how_to_resume()
+            reason, how = stop.reason if stop.is_stopping else key, self.parts.hints.how_to_resume()
             text = "stopped at step %d of %d by %s; %s"
             logger.info(text, self.step, self.num_steps, reason, how)
         log_results(self.metrics.history, self.evaluator.samples)

@@ -1,4 +1,4 @@
-"""Log lines at the start and the end of a run."""
+"""Log lines at the start and the end of a run, and what errors say of how to continue it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import shlex
 from collections.abc import Mapping, Sequence
 from inspect import iscode, isfunction
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from cogfast.config.sat_unused import NETWORKS, own_defaults
 from cogfast.core.files import open_regular
@@ -18,11 +18,18 @@ from cogfast.core.keys import find_origin, level
 from cogfast.core.values import counted
 from cogfast.extensions.sample.flags import addresses, as_words, input_words, sampled_tensors
 from cogfast.extensions.stores.mirror import name_of
+from cogfast.model.weights.checkpoint_manifest import run_of
 from cogfast.train.keys import TrainKeys
 from cogfast.train.run.folder import plain_sections
 from cogfast.train.run.opened import Run
 
+if TYPE_CHECKING:
+    from cogfast.train.checkpoint.write import CheckpointWriter
+
 logger = logging.getLogger(__name__)
+
+# Commands that copy a folder to a store, by its scheme
+_COPIES = {"s3": "aws s3 cp --recursive", "gs": "gcloud storage cp --recursive"}
 
 
 def log_misspelt(found: type, base: type, names: Sequence[str]) -> None:
@@ -71,6 +78,50 @@ def resume_words(args: TrainKeys, origins: Mapping[str, str], folder: str) -> st
     # Its option takes no address, and cogfast train has the key, too.
     option = "args.resume=" if args.folder_layout == "finetune" else "--resume "
     return option + shlex.quote(folder)
+
+
+class Hints:
+    """Describes how to continue a run in `folder`. writer: of its checkpoints; None until the run has one."""
+
+    def __init__(
+        self, args: TrainKeys, origins: Mapping[str, str], folder: Path, world_size: int
+    ) -> None:
+        self.args, self.origins, self.folder, self.world_size = args, origins, folder, world_size
+        self.writer: CheckpointWriter | None = None
+
+    def how_to_upload(self) -> str | None:
+        """Return the commands for a checkpoint that is not in its store and from which no restart continues."""
+        unsent = None if self.writer is None else self.writer.unsent
+        # With args.elastic a restart removes these files, and continues from what is in the store.
+        if unsent is None or self.args.elastic != "off":
+            return None
+        url = name_of(unsent)
+        copy = _COPIES.get(url.partition("://")[0], "copy") + f" {unsent} {url}"
+        where = " on each machine" if self.world_size > 1 else ""
+        how = f"run `{copy}`{where}, then the same command with {self._resume_words(url)}"
+        return f"{url} is not in the store; {how}"
+
+    def _resume_words(self, folder: str) -> str:
+        return resume_words(self.args, self.origins, folder)
+
+    def how_to_resume(self) -> str:
+        """Describe the last checkpoint and the command that resumes from it."""
+        path, folder = None if self.writer is None else self.writer.saved, self.folder
+        if self.writer is not None and self.how_to_upload():
+            return f"its files are in {self.writer.unsent}, but not in the store; the log says how to upload them"
+        if path is None:
+            how = "" if self.args.run_folder is None else f" with {self._resume_words('auto')}"
+            return (
+                f"nothing is saved in {name_of(folder)}; run the same command{how} to start again"
+            )
+        # A run that continues another one in a folder of its own may not have saved yet.
+        is_own = run_of(path).absolute() == folder.absolute()
+        if self.args.elastic != "off":
+            return f"the last checkpoint is {name_of(path)}; torchrun, or the same command, resumes from it"
+        resume = self._resume_words(name_of(folder if is_own else path))
+        return (
+            f"the last checkpoint is {name_of(path)}; run the same command with {resume} to resume"
+        )
 
 
 def log_commands(run: Run, folder: str, num_steps: int, is_lora: bool, shows_ema: bool) -> None:

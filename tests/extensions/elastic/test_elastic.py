@@ -19,7 +19,8 @@ from cogfast.extensions.elastic.elastic import Plan, divide, follow_world, plan_
 from cogfast.model.weights.checkpoint_manifest import read_manifest, write_manifest
 from cogfast.train import phases
 from cogfast.train.checkpoint.write import CheckpointWriter
-from cogfast.train.phases import Parts
+from cogfast.train.keys import TrainKeys
+from cogfast.train.run.terminal import Hints
 from tests.support.refusals import assert_refused
 from tests.support.runs import Run
 from tests.train.checkpoint.test_damaged import flip_bit
@@ -151,11 +152,10 @@ def test_lines_after_a_lost_rank_name_the_last_checkpoint_and_no_source_of_gloo(
     assert f"another rank was lost; the last complete one: {path}" in caplog.text
     assert "gloo" not in caplog.text
     assert _line(error).endswith("(Connection closed by peer [127.0.0.1]:47822)")
-    parts: Any = SimpleNamespace(writer=writer, folder=tmp_path)
-    parts.args = SimpleNamespace(elastic="shrink")
-    parts.how_to_upload = lambda: Parts.how_to_upload(parts)
+    hints = Hints(TrainKeys(elastic="shrink"), {}, tmp_path, world_size=1)
+    hints.writer = writer
     last = f"the last checkpoint is {path}; torchrun, or the same command, resumes from it"
-    assert Parts.how_to_resume(parts) == last
+    assert hints.how_to_resume() == last
 
 
 DAMAGES = {

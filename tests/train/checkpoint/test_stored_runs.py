@@ -276,9 +276,10 @@ def test_any_error_names_the_files_that_are_not_uploaded(caplog):
     error, hint = ValueError("of a sample"), "its files are in /here"
     writer = SimpleNamespace(saved=None, unsent=Path("/here"))
     given = {"how_to_upload": lambda: "run `copy`", "how_to_resume": lambda: hint}
-    parts = SimpleNamespace(**given, groups=ALONE, log=RunLog(), held=ExitStack())
+    launch = SimpleNamespace(log=RunLog(), held=ExitStack())
+    parts = SimpleNamespace(hints=SimpleNamespace(**given), launch=launch)
     with pytest.raises(ValueError, match="of a sample"):
-        Trainer.train(SimpleNamespace(_train=fail, writer=writer, parts=parts))
+        Trainer.train(SimpleNamespace(_train=fail, writer=writer, parts=parts, groups=ALONE))
     assert error.__notes__ == [hint] and "run `copy`" in caplog.text
 
 
