@@ -129,9 +129,14 @@ def s3_server() -> Iterator[S3Server]:
     app.port = server.port
     thread = threading.Thread(target=server.serve_forever, daemon=True)
     thread.start()
+    import s3fs
+
     try:
         import boto3
 
+        # fsspec keeps file systems by their arguments, not by the environment that led them to a server,
+        # or, in a test without one, to no credentials.
+        s3fs.S3FileSystem.clear_instance_cache()
         given = app.environment
         boto3.client(
             "s3",
@@ -144,7 +149,4 @@ def s3_server() -> Iterator[S3Server]:
     finally:
         server.shutdown()
         thread.join()
-        # fsspec keeps file systems by their arguments, not by the environment that led them to this server.
-        import s3fs
-
         s3fs.S3FileSystem.clear_instance_cache()
