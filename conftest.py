@@ -262,9 +262,9 @@ def _own_log() -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def _pages_only_where_they_are_looked_at(request, monkeypatch) -> None:
     """A run of this process writes no page, except in the page's tests."""
-    metrics = sys.modules.get("cogfast.train.watchers.metrics")
-    if metrics is not None and request.path.name not in ("test_metrics.py", "test_page.py"):
-        monkeypatch.setattr(metrics.RunPage, "write", lambda self, history, is_active: None)
+    watch = sys.modules.get("cogfast.extensions.page.watch")
+    if watch is not None and request.path.name not in ("test_metrics.py", "test_page.py"):
+        monkeypatch.setattr(watch.RunPage, "write", lambda self, is_active=True: None)
 
 
 @pytest.fixture(autouse=True)

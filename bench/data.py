@@ -31,10 +31,14 @@ from bench.harness.outcome import Outcome, Row, Settings
 from cogfast.data.batches import BatchLoader
 from cogfast.data.datasets import CaptionedVideos
 from cogfast.data.sources.clip_list import ClipList, PackedStrings
-from cogfast.data.video.clip import ClipSettings, select_frames
+from cogfast.data.video.clip import (
+    ClipSettings,
+    VideoBackend,
+    find_device_reader,
+    select_frames,
+)
 from cogfast.data.video.reader import open_video
 from cogfast.data.video.transform import resize_and_center_crop
-from cogfast.extensions.dali.dali import VideoBackend, check_backend
 
 SIZE, FPS, NUM_FRAMES = (240, 360), 8, 17
 _COPIES = 64  # copies of a file in a data set: more than readers prefetch
@@ -207,7 +211,7 @@ def measure_data(settings: Settings) -> Outcome:
     if settings.is_tiny:
         sides, seconds = [side for side in CPU_SIDES if side.readers < 2], 0.05
     else:
-        check_backend("dali")
+        find_device_reader("dali")
     with tempfile.TemporaryDirectory() as made:
         paths = generated_clips(carried if carried.is_dir() else Path(made), sizes)
         return measure_clips(paths, sides, seconds, rounds=1, keep=settings.keep)

@@ -31,6 +31,7 @@ from typing import TYPE_CHECKING
 
 from cogfast.cli.launchers import adopt_ranks, check_ranks
 from cogfast.cli.streams import is_first_rank, keep_streams, start_logging
+from cogfast.core.addresses import with_urls
 from cogfast.core.machine_limits import check_open_files, describe_lack
 from cogfast.core.values import Problems, nearest, one_line, printable
 from cogfast.distributed.lost_ranks import (
@@ -46,11 +47,11 @@ from cogfast.distributed.stop_signals import (
     Interrupted,
     StopSignals,
     end_by,
-    name_of,
     settle_signals,
+    signal_name,
     write_last_line,
 )
-from cogfast.extensions.stores.mirror import named_by_urls, with_urls
+from cogfast.extensions.stores.mirror import named_by_urls
 from cogfast.extensions.stores.store import StoreError
 
 if TYPE_CHECKING:
@@ -114,7 +115,9 @@ def _load(request: Request, is_of_run: bool = False) -> Config:
 
 def _filled(config: Config, request: Request, is_of_run: bool, has_data: bool = True) -> Config:
     """Check the ranks, and fill in what the folders of the data and the model say; a dry run reaches no network."""
-    from cogfast.extensions.pipeline_folder.pipeline_folder import fill_from_pipeline
+    from cogfast.door.merged_config import to_dicts
+    from cogfast.extensions.stores.weight_addresses import weight_addresses
+    from cogfast.extensions.table import hook
 
     if runs := not request.dry_run:
         check_ranks()
@@ -122,7 +125,9 @@ def _filled(config: Config, request: Request, is_of_run: bool, has_data: bool = 
         from cogfast.train.preflight.data_layout import infer_layout
 
         config = config.filled(partial(infer_layout, reads_stores=runs))
-    return config.filled(partial(fill_from_pipeline, may_download=runs, is_of_run=is_of_run))
+    if config.args.load is None and not weight_addresses(to_dicts(config)):
+        return config
+    return config.filled(partial(hook("fill"), may_download=runs, is_of_run=is_of_run))
 
 
 def _print(text: str) -> None:
@@ -232,9 +237,9 @@ def finetune(argv: Sequence[str]) -> None:
     # Building a trainer translates and checks its arguments; it loads no weights.
     trainer = get_model_cls(args.model_name, args.training_type)(args)
     if args.plan is not None:
-        from cogfast.extensions.plan.text import describe_plan
+        from cogfast.extensions.table import hook
 
-        _print(describe_plan(trainer.config.run, args.plan))
+        _print(hook("describe_plan")(trainer.config.run, args.plan))
     elif args.dry_run:
         from cogfast.train.preflight.check import check_train
 
@@ -264,18 +269,16 @@ def doctor(argv: Sequence[str]) -> None:
 
 def plan(argv: Sequence[str]) -> None:
     from cogfast.cli.options import parse_plan
+    from cogfast.extensions.table import hook
 
     request, found = parse_plan(argv)
     config = _load(request)
     if found.table:
-        from cogfast.extensions.plan.table import WORLDS, describe_table, find_layouts
-
-        layouts = find_layouts(config.run, found.gpu, found.gpus or WORLDS)
-        text = describe_table(layouts, found.gpu)
+        layouts = hook("find_layouts")(config.run, found.gpu, found.gpus)
+        text = hook("describe_table")(layouts, found.gpu)
     else:
-        from cogfast.extensions.plan.text import describe_plan
-
-        text = describe_plan(config.run, found.gpu, found.gpus[0] if found.gpus else None)
+        world_size = found.gpus[0] if found.gpus else None
+        text = hook("describe_plan")(config.run, found.gpu, world_size)
     _print(text)
 
 
@@ -333,7 +336,7 @@ def main(
         # without its last line.
         if status == 0 and signals.received and not signals.is_done:
             number = signals.received[0]
-            reason = f"ended by {name_of(number)}"
+            reason = f"ended by {signal_name(number)}"
             tell_torchrun(reason)
             write_last_line(last_line(reason + signals.kept))
             _tell_ranks(sys.argv[1:], reason)
@@ -343,7 +346,7 @@ def main(
 
 
 def _interrupt(number: int) -> None:
-    raise Interrupted(f"ended by {name_of(number)}")
+    raise Interrupted(f"ended by {signal_name(number)}")
 
 
 def _run(argv: list[str]) -> int:

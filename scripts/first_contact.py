@@ -24,7 +24,7 @@ import numpy as np
 import torch
 
 from cogfast.core.files import write_text
-from cogfast.data.video.writer import contact_sheet
+from cogfast.extensions.sample.writer import contact_sheet
 from scripts.quickstart_clips import read_frames
 
 RANK, LEARNING_RATE, SEED = 64, 1e-4, 42

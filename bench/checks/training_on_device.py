@@ -50,7 +50,7 @@ class CpuDrawsTrainer(Trainer):
 
     def compute_loss(self, batch: dict) -> Tensor:
         """Compute the loss of a batch of latents and embeddings."""
-        rng = SlotRandom(self.args.seed, self.step, batch["slots"], self.parts.global_batch)
+        rng = SlotRandom(self.args.seed, self.step, batch["slots"], self.parts.data.global_batch)
         latents, conditioning = self.encoder(batch, rng)
         loss = self.diffusion.loss
         idx = loss.sigma_sampler.sample(rng).to(latents.device)

@@ -15,9 +15,9 @@ import torch
 import triton.language as tl
 
 from cogfast.extensions.memory import fp8_linear as fp8
-from cogfast.extensions.memory.moment_codes import MOMENT_BLOCK
 from cogfast.extensions.sparse import choose_blocks as blocks
 from cogfast.extensions.sparse.attention import BLOCK
+from cogfast.kernels.fused_ema_adam import MOMENT_BLOCK
 from cogfast.kernels.gpu import adaptive_layernorm as norm
 from cogfast.kernels.gpu import add_low_rank as lora
 from cogfast.kernels.gpu import fused_ema_adam as adam

@@ -49,7 +49,7 @@ def prepare(folder: Path, model: str) -> Variant:
     from safetensors.torch import save_file
     from transformers import AutoTokenizer, T5Config, T5EncoderModel
 
-    from cogfast.data.video.writer import write_video
+    from cogfast.extensions.sample.writer import write_video
 
     config = replace(MODELS[model][0], num_frames=NUM_FRAMES)
     variant = Variant(config, 1, torch.float32, torch.device("cpu"))

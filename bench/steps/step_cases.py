@@ -24,7 +24,7 @@ from bench.steps.agreement import compare_sides
 from bench.steps.step_models import LORA_RANK, MODELS, Options, Variant, draw_batch
 from bench.steps.step_sides import SIDES, UPDATES, Policy, Side, free_memory
 from cogfast.extensions.plan.gpus import peak_flops
-from cogfast.extensions.plan.trace import train_flops
+from cogfast.train.watchers.model_flops import train_flops
 
 Mode = Literal["sft", "lora", "sampling"]
 Engine = Literal["eager", "compiled"]

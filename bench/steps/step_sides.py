@@ -20,9 +20,8 @@ from torch.nn import attention as sdpa
 
 from bench.steps.step_models import Batch, Options, Variant
 from cogfast.distributed.parallelize import allocate
-from cogfast.extensions.memory.host_blocks import hold_base, stored_base
+from cogfast.extensions.memory.host_blocks import allocate_base, hold_base
 from cogfast.extensions.memory.keys import MemoryKeys
-from cogfast.extensions.memory.quantized_base import QuantizedWeight
 from cogfast.kernels.attention_backends import reason_unavailable
 from cogfast.kernels.block_kernels import choose_kernels
 from cogfast.kernels.fused_ema_adam import FusedEmaAdam, sum_of_squares
@@ -289,11 +288,9 @@ def randomize(network: Any, seed: int) -> None:
         p.normal_(std=fan_in**-0.5, generator=generator)
         if "norm" in name and name.endswith("weight") and p.dim() == 1:
             p.add_(1.0)
-    for base in stored_base(network).values():
-        values = torch.empty(base["weight"].shape, device=device).normal_(generator=generator)
-        QuantizedWeight(base["weight"], base["scale"], device).copy_(
-            values / values[0].numel() ** 0.5
-        )
+    for base in allocate_base(network, device).values():
+        values = torch.empty(base.shape, device=device).normal_(generator=generator)
+        base.copy_(values / values[0].numel() ** 0.5)
 
 
 def as_diffusers(our_name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:

@@ -20,12 +20,12 @@ from pathlib import Path
 
 from cogfast.cli.parser import RUN_CONFIG, Parser, check_run, local_path, number_up_to, refuse_cut
 from cogfast.config.sat_unused import POSITION_KEY, Unused, rules
+from cogfast.core.addresses import is_hub_id
 from cogfast.core.files import read_limited
 from cogfast.core.keys import COMMAND_LINE, DEFAULT, Given, find_origin, level
 from cogfast.core.values import nearest_folder
-from cogfast.extensions.sample.flags import INPUTS, SamplingFlags, addresses
-from cogfast.extensions.sample.prompt_files import files_of_prompts, split_prompts, utf8_lines
 from cogfast.extensions.stores.mirror import copy_of
+from cogfast.extensions.stores.weight_addresses import weight_addresses
 from cogfast.model.weights.checkpoint_manifest import run_of, trained_settings
 from cogfast.train.keys import GROUPS, TrainKeys
 
@@ -39,7 +39,6 @@ _MOST_COLUMNS = 135
 # removed elsewhere, read as prompts, and of one start. The run continues in its folder, wherever that is now.
 _OF_CALLER = ("eval_command", "push_to_hub", "encode_first", "local_cache", "output_dir")
 _OF_CALLER += ("input_type", "input_file", "run_folder", "accept_changes")
-_INPUT_NAMES = [name.replace("-", "_") for name in INPUTS]
 _OF_SAMPLING = ("output_dir", "input_type", "input_file", "force_inference", "only_save_latents")
 
 
@@ -62,7 +61,7 @@ class Request:
     settings: Given = field(default_factory=dict)
     lora: Sequence[str] = ()  # PATH or PATH:SCALE
     ema: bool | None = None  # averaged weights; None: those of runs that have any
-    sampling: SamplingFlags = SamplingFlags()
+    sampling: typing.Any = None  # SamplingFlags
 
 
 class _HelpAll(argparse.Action):
@@ -163,7 +162,7 @@ def _find_model(
 
     folder = copy_of(folder, may_download=may_download)
     path = Path(folder)
-    if pipeline_folder.is_hub_id(folder):
+    if is_hub_id(folder):
         path = pipeline_folder.hub_folder(folder, "FOLDER", may_download)
     if not path.is_dir():
         text = f"{folder}: no such folder; give the folder of a CogVideoX pipeline"
@@ -177,13 +176,10 @@ def _find_model(
         raise ValueError(f"{text}, or SAT's transformer folder")
     if not has_data and "args.train_data" not in settings:
         raise ValueError("--data is missing; give the folder of your videos: --data my_videos")
-    if is_read and (path / "model_index.json").is_file():
-        lacking = [
-            name for name in pipeline_folder.needed_files(path) if not (path / name).is_file()
-        ]
-        if lacking:
-            text = f"{folder}: has no {lacking[0]}, as after a download that was interrupted"
-            raise ValueError(f"{text}; repeat it: hf download OWNER/MODEL --local-dir {folder}")
+    is_pipeline = is_read and (path / "model_index.json").is_file()
+    if is_pipeline and (lacking := pipeline_folder.missing_file(path)):
+        text = f"{folder}: has no {lacking}, as after a download that was interrupted"
+        raise ValueError(f"{text}; repeat it: hf download OWNER/MODEL --local-dir {folder}")
     model, values = pipeline_folder.find_config(path)
     if "args.lora_rank" in settings:
         values["args.experiment_name"] = "lora"
@@ -223,7 +219,10 @@ def parse_plan(argv: Sequence[str]) -> tuple[Request, argparse.Namespace]:
     return request, found
 
 
-def parse_sample(argv: Sequence[str]) -> Request:
+def _sample_parser() -> Parser:
+    """Return the parser of `cogfast sample`, without the keys of `args`."""
+    from cogfast.extensions.sample.flags import INPUTS
+
     text = "Generate videos with a run, a model folder (diffusers pipeline), or the weights of args.load."
     parser = _new_parser("sample", text)
     text = "prompt of a video; may be repeated"
@@ -259,6 +258,13 @@ def parse_sample(argv: Sequence[str]) -> Request:
         parser.add_argument(f"--{name}", metavar=metavar, type=kind, help=text)
     text = "a run or a model folder, or the address of one, or a hub id; key=value sets a key of the configuration"
     parser.add_argument("sources", nargs="*", metavar="FOLDER | key=value", help=text)
+    return parser
+
+
+def parse_sample(argv: Sequence[str]) -> Request:
+    from cogfast.extensions.sample.flags import INPUTS, SamplingFlags
+
+    parser = _sample_parser()
     shown = {
         "seed": "seed of the first video; the next ones count up",
         "negative_prompt": "text that guidance leads away from; default: zeros, as for dropped captions",
@@ -276,38 +282,46 @@ def parse_sample(argv: Sequence[str]) -> Request:
     if found.prompts and found.prompt_file:
         raise ValueError("--prompt and --prompt-file are both given; use one")
     overrides = _all_overrides(found, [*moved, *overrides])
-    settings: Given = {}
-    fitting: list[str] = []
+    run, settings, fitting = None, {}, []
     if sources:
-        from cogfast.extensions.pipeline_folder import pipeline_folder
-
-        # A word that is neither a path nor an id is reported below, as a folder that is missing.
-        if pipeline_folder.is_hub_id(sources[0]):
-            may_download = not found.dry_run
-            sources = [str(pipeline_folder.hub_folder(sources[0], "FOLDER", may_download))]
-        settings = trained_settings(Path(sources[0]))
-        file = None if settings else _run_config(Path(sources[0]))
-        if settings or file:
-            # Sampling need not use the layout that the run was trained with.
-            layout = ("model_parallel_size=1", "context_parallel_size=1", "sequence_parallel=false")
-            fitting = [f"args.{word}" for word in layout]
-            settings = settings | _of_caller(settings)
-        else:  # a model folder, with the file of configs/ that fits it
-            _refuse_second_load(sources[0], overrides)
-            file, values = pipeline_folder.find_config(Path(sources.pop()))
-            fitting = [f"{key}={json.dumps(value)}" for key, value in values.items()]
+        run, file, settings, fitting = _find_source(sources[0], overrides, not found.dry_run)
         base = [] if file is None else [str(file)]
+    input_names = [name.replace("-", "_") for name in INPUTS]
     # The other fields have the names of their options.
     names = vars(found).keys() & {one.name for one in fields(Request)}
     given = {name: vars(found)[name] for name in names} | {
         "base": base,
         "settings": settings,
         "overrides": [*fitting, *overrides],
-        "inputs": {name: vars(found)[name] for name in _INPUT_NAMES if vars(found)[name]},
-        "weights": sources[0] if sources else None,
+        "inputs": {name: vars(found)[name] for name in input_names if vars(found)[name]},
+        "weights": run,
         "sampling": SamplingFlags(**{o.name: vars(found)[o.name] for o in fields(SamplingFlags)}),
     }
     return Request(**given)
+
+
+def _find_source(
+    folder: str, overrides: Sequence[str], may_download: bool
+) -> tuple[str | None, Path | None, Given, list[str]]:
+    """Return the run to sample (None: the folder is a model), its file or its settings, and words that fit them."""
+    # A word that is neither a path nor an id is reported below, as a folder that is missing.
+    if is_hub_id(folder):
+        from cogfast.extensions.pipeline_folder.pipeline_folder import hub_folder
+
+        folder = str(hub_folder(folder, "FOLDER", may_download))
+    settings = trained_settings(Path(folder))
+    file = None if settings else _run_config(Path(folder))
+    if settings or file:
+        # Sampling need not use the layout that the run was trained with.
+        layout = ("model_parallel_size=1", "context_parallel_size=1", "sequence_parallel=false")
+        words = [f"args.{word}" for word in layout]
+        return folder, file, settings | _of_caller(settings), words
+    # A model folder, with the file of configs/ that fits it
+    _refuse_second_load(folder, overrides)
+    from cogfast.extensions.pipeline_folder.pipeline_folder import find_config
+
+    file, values = find_config(Path(folder))
+    return None, file, {}, [f"{key}={json.dumps(value)}" for key, value in values.items()]
 
 
 def _refuse_words(
@@ -350,6 +364,9 @@ def read_prompts(
 
     A line of a file may be prompt@@image, as in SAT.
     """
+    from cogfast.extensions.sample.flags import INPUTS
+    from cogfast.extensions.sample.prompt_files import files_of_prompts, split_prompts, utf8_lines
+
     fix = "give --prompt TEXT or a file of prompts"
     if request.prompts is not None:
         key, lines = "--prompt", request.prompts
@@ -369,10 +386,11 @@ def read_prompts(
     prompts = [prompt for prompt, _ in pairs]
     # Images may also stand behind the prompts.
     given = {"image": [image for _, image in pairs], **request.inputs}
-    files = {
-        name: files_of_prompts(f"--{name.replace('_', '-')}", given.get(name, [""]), len(prompts))
-        for name in _INPUT_NAMES
-    }
+    files = {}
+    for option in INPUTS:
+        name = option.replace("-", "_")
+        of_option = given.get(name, [""])
+        files[name] = files_of_prompts(f"--{option}", of_option, len(prompts))
     return prompts, files
 
 
@@ -469,7 +487,7 @@ def _split_overrides(items: Sequence[str]) -> tuple[list[str], list[str]]:
 def _of_caller(stored: Given, writes_cache: bool = False) -> Given:
     """Unset what a run's file, which may come from elsewhere, must not decide, and weights that it need not read."""
     sections, defaults = {name: values for name, (values, _) in stored.items()}, TrainKeys()
-    unset = {*addresses(sections)} - {*addresses(sections, is_of_run=True)}
+    unset = {*weight_addresses(sections)} - {*weight_addresses(sections, is_of_run=True)}
     unset |= {f"args.{name}" for name in (*_OF_CALLER, *["latent_cache"] * writes_cache)}
     return {key: (getattr(defaults, key.removeprefix("args.")), DEFAULT) for key in unset}
 

@@ -11,10 +11,9 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
-from cogfast.core.addresses import check_address, is_url
+from cogfast.core.addresses import check_address, is_url, name_of, url_of
 from cogfast.core.keys import SECTIONS
 from cogfast.core.values import nearest
-from cogfast.extensions.stores.mirror import name_of, url_of
 from cogfast.train.keys import TrainKeys
 
 N = TypeVar("N", int, float)

@@ -41,6 +41,7 @@ from cogfast.core.values import (
     unknown_key,
     validated,
 )
+from cogfast.extensions.table import component_rows
 from cogfast.moved import find
 
 
@@ -50,8 +51,8 @@ class Place:
 
     what: str
     module: str
-    names: tuple[str, ...]
-    others: tuple[str, ...] = ()
+    names: Sequence[str]
+    others: Sequence[str]
 
     @property
     def paths(self) -> tuple[str, ...]:
@@ -60,54 +61,38 @@ class Place:
 
 # torch's optimizers for dense gradients that step without a closure
 _OPTIMIZERS = "AdamW Adam Adafactor Adagrad Adadelta Adamax ASGD NAdam RAdam RMSprop Rprop SGD"
-# type of deepspeed.optimizer in any case -> cogfast's class
-OWN_OPTIMIZERS = {n.lower(): f"cogfast.distributed.optimizers.{n}" for n in ("Prodigy", "Muon")}
-PLACES: dict[str, Place] = {
-    "network": Place("network", "cogfast.model.transformer", ("assemble_transformer",)),
-    "denoiser": Place("denoiser", "cogfast.diffusion.denoiser", ("DiscreteDenoiser",)),
-    "scaling": Place("scaling", "cogfast.diffusion.denoiser", ("VideoScaling",)),
-    "discretization": Place(
-        "discretization", "cogfast.diffusion.noise_schedule", ("ZeroSNRDDPMDiscretization",)
-    ),
-    "loss_fn": Place("loss", "cogfast.diffusion.loss", ("VideoDiffusionLoss",), (NONE,)),
-    "sigma_sampler": Place(
-        "sigma sampler", "cogfast.diffusion.timestep_sampling", ("DiscreteSampling",)
-    ),
-    "sampler": Place(
-        "sampler",
-        "cogfast.diffusion.sampler",
-        ("VPSDEDPMPP2MSampler", "VPODEDPMPP2MSampler", "VideoDDIMSampler"),
-        (NONE,),
-    ),
-    "guider": Place(
-        "guider", "cogfast.diffusion.guidance", ("VanillaCFG", "DynamicCFG", "IdentityGuider")
-    ),
-    "dyn_thresh": Place(
-        "thresholding",
-        "cogfast.diffusion.guidance",
-        ("NoDynamicThresholding", "StaticThresholding"),
-    ),
-    "first_stage": Place(
-        "first stage",
-        "cogfast.model.autoencoder",
-        ("VideoAutoencoder", "video_autoencoder_from_sat"),
-        ("cogfast.model.wavelet_autoencoder.WaveletAutoencoder", NONE),
-    ),
-    "emb_models": Place(
-        "text encoder", "cogfast.model.text_encoder", ("T5TextEncoder", "ByteTextEncoder"), (NONE,)
-    ),
-    "data": Place(
-        "data set",
-        "cogfast.data.datasets",
-        ("VideoFolder", "VideoManifest", "VideoList", "VideoShards"),
-    ),
-    "optimizer": Place(
-        "optimizer",
-        "torch.optim",
-        tuple(_OPTIMIZERS.split()),
-        ("cogfast.kernels.fused_ema_adam.FusedEmaAdam", *OWN_OPTIMIZERS.values()),
-    ),
+_SAMPLERS = "VPSDEDPMPP2MSampler VPODEDPMPP2MSampler VideoDDIMSampler"
+_GUIDERS = "VanillaCFG DynamicCFG IdentityGuider"
+_THRESHOLDINGS = "NoDynamicThresholding StaticThresholding"
+_AUTOENCODERS = "VideoAutoencoder video_autoencoder_from_sat"
+_DATA_SETS = "VideoFolder VideoManifest VideoList VideoShards"
+_SCHEDULE, _FUSED = "ZeroSNRDDPMDiscretization", "cogfast.kernels.fused_ema_adam.FusedEmaAdam"
+_DIFFUSION, _MODEL = "cogfast.diffusion", "cogfast.model"
+# (place, its name in messages, module, classes in it, further dotted paths but for those of extensions)
+_PLACES = (
+    ("network", "network", f"{_MODEL}.transformer", "assemble_transformer"),
+    ("denoiser", "denoiser", f"{_DIFFUSION}.denoiser", "DiscreteDenoiser"),
+    ("scaling", "scaling", f"{_DIFFUSION}.denoiser", "VideoScaling"),
+    ("discretization", "discretization", f"{_DIFFUSION}.noise_schedule", _SCHEDULE),
+    ("loss_fn", "loss", f"{_DIFFUSION}.loss", "VideoDiffusionLoss", NONE),
+    ("sigma_sampler", "sigma sampler", f"{_DIFFUSION}.timestep_sampling", "DiscreteSampling"),
+    ("sampler", "sampler", f"{_DIFFUSION}.sampler", _SAMPLERS, NONE),
+    ("guider", "guider", f"{_DIFFUSION}.guidance", _GUIDERS),
+    ("dyn_thresh", "thresholding", f"{_DIFFUSION}.guidance", _THRESHOLDINGS),
+    ("first_stage", "first stage", f"{_MODEL}.autoencoder", _AUTOENCODERS, NONE),
+    ("emb_models", "text encoder", f"{_MODEL}.text_encoder", "T5TextEncoder ByteTextEncoder", NONE),
+    ("data", "data set", "cogfast.data.datasets", _DATA_SETS),
+    ("optimizer", "optimizer", "torch.optim", _OPTIMIZERS, _FUSED),
+)
+PLACES = {
+    # NONE comes last.
+    name: Place(
+        what, module, classes.split(), sorted([*others, *component_rows(name)], key=NONE.__eq__)
+    )
+    for name, what, module, classes, *others in _PLACES
 }
+# type of deepspeed.optimizer in any case -> the class of an extension
+OWN_OPTIMIZERS = {path.rpartition(".")[2].lower(): path for path in component_rows("optimizer")}
 
 
 def own_optimizer(section: Mapping | None) -> str:
@@ -118,7 +103,7 @@ def own_optimizer(section: Mapping | None) -> str:
     return name if is_own and name in OWN_OPTIMIZERS else ""
 
 
-def place_of(key: str) -> str:
+def _place_of(key: str) -> str:
     """Return the place of a component by its dotted key: `emb_models` for `a.emb_models[0]`."""
     return re.sub(r"\[\d+\]$", "", key).rpartition(".")[2].removesuffix("_config")
 
@@ -147,7 +132,7 @@ def own_targets(sections: Mapping) -> dict[str, str]:
 def own_objective(model: Mapping) -> str | None:
     """Say which of a plain model section's classes may give a run another objective than the pipelines'."""
     kinds, own = ("denoiser", "scaling", "discretization"), own_targets({"model": model}).items()
-    names = ", ".join(sorted({path for key, path in own if place_of(key) in kinds}))
+    names = ", ".join(sorted({path for key, path in own if _place_of(key) in kinds}))
     text = "but diffusers samples by v-prediction and its own schedule"
     return f"trained with {names}, {text}" if names else None
 
@@ -250,7 +235,8 @@ def import_target(
     """
     allowed = allowed_path(path, place)
     if allowed is not None:
-        return find(allowed)
+        row = component_rows(place).get(allowed)
+        return find(allowed) if row is None else row.load(place)
     for package in allow_import:
         if path.startswith(f"{package}."):
             return _import_allowed(path, key, package)
@@ -303,7 +289,7 @@ def _arguments(
     check_keys(node, ("target", "params", *_BESIDE_TARGET), where)
     path, where_target, where_params = node["target"], join(where, "target"), join(where, "params")
     params = check_mapping(where_params, node.get("params"))
-    target = import_target(path, where_target, allow_import, place_of(where))
+    target = import_target(path, where_target, allow_import, _place_of(where))
     if path in TARGETS:
         try:
             params = TARGETS[path].translate(params, where_params, path, unused)

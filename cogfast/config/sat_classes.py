@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from cogfast.config.sat_network import autoencoder_arguments, network_arguments
+from cogfast.config.sat_network import autoencoder_arguments, transformer_arguments
 from cogfast.config.sat_unused import NETWORKS, why_unused
 from cogfast.core.values import KeyProblem, join, show
 
@@ -102,7 +102,9 @@ TARGETS: dict[str, SatClass] = {
     **dict.fromkeys(
         NETWORKS,
         SatClass(
-            path="cogfast.model.transformer.assemble_transformer", arguments=network_arguments
+            path="cogfast.model.transformer.assemble_transformer",
+            # components.py converts the fields to a TransformerConfig.
+            arguments=lambda *given: {"config": transformer_arguments(*given)},
         ),
     ),
     f"{_DIFFUSION}.denoiser.DiscreteDenoiser": _DENOISER,

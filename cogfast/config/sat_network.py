@@ -305,14 +305,6 @@ def transformer_arguments(
     return fields
 
 
-def network_arguments(params: Mapping, where: str, unused: dict[str, str]) -> dict[str, Any]:
-    """Return the argument of assemble_transformer for SAT's network_config.params.
-
-    components.py converts its fields to a TransformerConfig.
-    """
-    return {"config": transformer_arguments(params, where, unused)}
-
-
 def _position(fields: dict, modules: Mapping, where: str, unused: dict[str, str]) -> dict[str, Any]:
     """Return the position fields. `fields` already holds interpolations set beside num_frames."""
     kinds = {POSITION_SINCOS: SincosParams, POSITION_ROTARY: RotaryParams}

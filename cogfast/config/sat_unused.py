@@ -81,7 +81,7 @@ _UNUSED = {
     "nccl on GPUs, gloo on CPUs": "args.distributed_backend",
     "a prompt@@image line gives an image, regardless of this key": "args.image2video",
     "SAT's code does not read it": "args.debug args.log_image args.force_pretrain args.final_size "
-    "args.grid_num_rows args.lcm_steps args.input_dir",
+    "args.grid_num_rows args.lcm_steps args.input_dir model.augmentation_dropout",
     "samples are decoded when they are needed; nothing is kept in blocks": "args.block_size",
     "the merged configuration is always saved as training_config.yaml": "args.save_args",
     "TensorBoard's files are in the run folder": "args.summary_dir",
@@ -92,7 +92,7 @@ _UNUSED = {
     "activations are checkpointed by torch, per block": "args.checkpoint_num_layers "
     "args.checkpoint_skip_layers deepspeed.activation_checkpointing "
     "transformer_args.checkpoint_num_layers transformer_args.checkpoint_skip_layers",
-    "captions are written beside every sample": "model.log_keys",
+    "captions are written beside every sample": "model.log_keys model.no_cond_log",
     "the first stage runs in its own dtype, without autocast": "model.disable_first_stage_autocast",
     "args.lr_schedule, lr_decay_style and warmup set the learning rate": "deepspeed.scheduler",
     "checkpoints hold the exact fp32 weights": "deepspeed.zero_optimization.load_from_fp32_weights",
@@ -182,8 +182,6 @@ KEYS: dict[str, Same | InPlaceOf | Only | Refused | Unused] = {
     ),
     "deepspeed.flops_profiler": Refused("the log has TFLOP/s; remove it, or set args.profiling"),
     **{key: Unused(why) for why, keys in _UNUSED.items() for key in keys.split()},
-    "model.augmentation_dropout": Unused("SAT's code does not read it"),
-    "model.no_cond_log": Unused("captions are written beside every sample"),
 }
 
 

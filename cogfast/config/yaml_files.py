@@ -20,6 +20,8 @@ from cogfast.core.files import read_limited
 from cogfast.core.values import KeyProblem, cut, one_line
 
 CONFIGS = Path(__file__).resolve().parents[1] / "configs"  # the package's own files
+# Upstream's files mark paths that the user must fill in: "{your CogVideoX SAT folder}/transformer".
+PLACEHOLDER = re.compile(r"\{your [^}]*\}")
 _MOST_BYTES = 2**19  # of a file
 _MOST_NESTED = 50  # levels of a file
 _MOST_VALUES = 10**5  # of a file with its aliases, or of a configuration with its interpolations
@@ -28,6 +30,7 @@ _PER_REFERENCE = 10  # values that one interpolation counts as: resolving it tak
 _REFERENCE = re.compile(r"\$\{([^${}]*)\}")
 _MARK = "${"
 _INNER = "has an interpolation ${...} that is nested or not closed; write the value instead"
+_OF_RUN = "is an interpolation, but a run's file has resolved values only; write one"
 _PART = "which is an interpolation itself; refer to the key that it stands for"
 
 
@@ -105,19 +108,8 @@ def check_nesting(text: str) -> None:
         raise ValueError(text) from None
 
 
-def check_resolved(plain: dict) -> None:
-    """Raise KeyProblem for a resolved text with ${, which OmegaConf would resolve a second time."""
-    _refuse_marks(plain, "contains ${ once it is resolved; remove it")
-
-
-def check_plain(sections: object) -> None:
-    """Raise KeyProblem for an interpolation in a configuration that a run has stored."""
-    _refuse_marks(
-        sections, "is an interpolation, but a run's file has resolved values only; write one"
-    )
-
-
-def _refuse_marks(sections: object, why: str) -> None:
+def check_plain(sections: object, why: str = _OF_RUN) -> None:
+    """Raise KeyProblem for an interpolation, as in a configuration that a run has stored."""
     for path, text in _texts(_as_mappings(sections), ()):
         if _MARK in text:
             key = ".".join(path)

@@ -31,10 +31,34 @@ OF_CHAIN = "has :: in it; use addresses of one scheme"
 _CHAIN = re.compile(r"[\w+.-]+::\S*://")  # of file systems, as fsspec has them
 _WRITTEN = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/{1,2}(.*)", re.DOTALL)
 _STORES = ("s3", "gs", "hf")
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", re.ASCII)
+# A folder of this machine that stands for one of an object store (extensions/stores/mirror.py)
+_URL = re.compile(r"/(?:runs|folders/[^/]+)/([a-z][a-z0-9+.-]*):/(.+)")
 
 
 def is_url(name: str | Path) -> bool:
     return "://" in str(name)
+
+
+def is_hub_id(name: str) -> bool:
+    """Whether `name` is the id of a model of the hub and no path on this machine."""
+    return _HUB_ID.fullmatch(name) is not None and not Path(name).exists()
+
+
+def url_of(path: Path | str) -> str | None:
+    """Return the URL that a path of this machine stands for; None if it is a path alone."""
+    match = _URL.search(str(path))
+    return None if match is None else f"{match[1]}://{'/' * (match[1] == 'file')}{match[2]}"
+
+
+def name_of(path: Path | str) -> str:
+    """Return the URL that a path stands for, or the path: what messages and other machines are given."""
+    return url_of(path) or str(path)
+
+
+def with_urls(node: Any) -> Any:
+    """Return plain values with URLs in place of the folders that stand for them, for files and other machines."""
+    return each_text(node, name_of)
 
 
 def check_address(text: str) -> None:

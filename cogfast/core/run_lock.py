@@ -17,11 +17,12 @@ from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 
 import cogfast.extensions.stores.store as store
+from cogfast.core.addresses import name_of, url_of
 from cogfast.core.files import open_own, refuse_links
-from cogfast.extensions.stores.mirror import LOCK, name_of, url_of
 
 logger = logging.getLogger(__name__)
 
+LOCK = "run.lock"
 # Time that ranks need to end after their torchrun was killed; see distributed/lost_ranks.py.
 _PATIENCE = 15.0  # seconds
 # A request that the holder began while it had the lock is not repeated for longer than the lease.

@@ -21,8 +21,8 @@ from torch.utils.data import default_collate
 from cogfast.data.bad_samples import BadSample, BadSampleLog
 from cogfast.data.datasets import CaptionedVideos, SizedDataset
 from cogfast.data.global_order import GlobalOrder
+from cogfast.data.video.clip import device_reader
 from cogfast.data.workers import Reads, read_ahead
-from cogfast.extensions.dali.dali import dali_of_this_process
 
 Batch = dict[str, Any]
 
@@ -71,16 +71,16 @@ class BatchLoader(Iterator[Batch], AbstractContextManager["BatchLoader"]):
         self.bad_samples = BadSampleLog(bad_samples_path, len(dataset), max_bad_fraction)
         self._tried = bytearray(len(dataset))  # 1 for each sample that this rank has tried
         self._bad: set[str] = set()  # the bad ones of these
-        is_cached, dali = False, None
+        is_cached, reader = False, None
         if isinstance(dataset, CaptionedVideos):
             is_cached = dataset.is_cached
-            dali = None if is_cached else dali_of_this_process(dataset.settings.video_backend)
+            reader = None if is_cached else device_reader(dataset.settings.video_backend)
         self._reads = _MicroBatches(dataset, order, timeout)
         steps = itertools.islice(itertools.count(start_step), num_steps)
         self._batches = read_ahead(
             self._reads,
             _slots_of_steps(order, accumulation, dp_rank, dp_size, steps),
-            dali=dali,
+            reader=reader,
             by_threads=is_cached and num_workers > 0,
             num_workers=num_workers,
             prefetch_factor=prefetch_factor,
@@ -160,7 +160,7 @@ class _MicroBatches(Reads):
 
     def name(self, key: tuple[int, list[int], int]) -> str:
         step, slots, _ = key
-        names = [_name_of(self._dataset, self._order.index(step, slot)) for slot in slots]
+        names = [_sample_name(self._dataset, self._order.index(step, slot)) for slot in slots]
         return f"step {step}, {', '.join(names)}"
 
     def __getitem__(self, key: tuple[int, list[int], int]) -> Batch:
@@ -178,7 +178,7 @@ class _MicroBatches(Reads):
                     dataset.fetch([index])
                 try:
                     if index in self._timed_out:
-                        raise BadSample(_name_of(dataset, index), self._timed_out[index])
+                        raise BadSample(_sample_name(dataset, index), self._timed_out[index])
                     items.append(read_sample(dataset, index, self._timeout))
                     break
                 except BadSample as error:
@@ -208,7 +208,7 @@ def read_sample(dataset: SizedDataset, index: int, timeout: float) -> Any:
     threading.Thread(target=read, args=(result,), daemon=True).start()
     if not wait([result], timeout).done:
         reason = f"reading took longer than args.decode_timeout={timeout:g} s"
-        raise TooSlow(_name_of(dataset, index), reason)
+        raise TooSlow(_sample_name(dataset, index), reason)
     try:
         return result.result()
     finally:
@@ -216,7 +216,7 @@ def read_sample(dataset: SizedDataset, index: int, timeout: float) -> Any:
         del result
 
 
-def _name_of(dataset: SizedDataset, index: int) -> str:
+def _sample_name(dataset: SizedDataset, index: int) -> str:
     """The sample's name in logs; a user's own data set may have no `name` method."""
     return dataset.name(index) if isinstance(dataset, CaptionedVideos) else f"sample {index}"
 

@@ -24,11 +24,10 @@ from cogfast.core.values import counted, printable
 from cogfast.data.bad_samples import BadSample
 from cogfast.data.clip_notes import ClipNotes
 from cogfast.data.datasets import CaptionedVideos
-from cogfast.data.sources.clip_list import TYPES, ClipList, place_of
+from cogfast.data.sources.clip_list import TYPES, ClipList, member_of
 from cogfast.data.sources.folders import ADD_BUCKET
 from cogfast.data.sources.headers import Header, read_headers
 from cogfast.data.video.clip import Bucket, ClipSettings, Span, frames_within, select_frames
-from cogfast.extensions.tar.tar_shards import read_member
 
 ReadHeaders = Callable[[ClipList, range, bool], Sequence[Header | None]]  # trust_index is the last
 _NAMES = {"image": "picture", "video": "video"}
@@ -183,11 +182,11 @@ def _are_equal(clips: ClipList, kind: str, index: int) -> bool:
     """Return whether a further video of a sample has the bytes of its clip."""
     others = clips.others[kind]
     one, other = clips.files[index], others.files[index]
-    place, of_other = place_of(clips, index), place_of(others, index)
+    member, of_other = member_of(clips, index), member_of(others, index)
     try:
-        if place and of_other:
-            read = lambda file, part: read_member(clips, file, *part)
-            return place[1] == of_other[1] and read(one, place) == read(other, of_other)
+        if member and of_other:
+            read = clips.read_member
+            return member[1] == of_other[1] and read(one, member) == read(other, of_other)
         if store.is_url(one) and store.is_url(other):
             about = clips.versions.get(one)
             return about is not None and about == clips.versions.get(other)

@@ -9,11 +9,11 @@ from __future__ import annotations
 import logging
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import compress
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, NotRequired, Protocol, TypedDict
+from typing import Annotated, Any, ClassVar, NotRequired, Protocol, Self, TypedDict
 
 import numpy as np
 import torch
@@ -26,7 +26,7 @@ from cogfast.data.bad_samples import BadSample
 from cogfast.data.global_order import GlobalOrder
 from cogfast.data.sources import folders
 from cogfast.data.sources.arrays import KEY, Shapes, checked_shapes, open_array, values_of
-from cogfast.data.sources.clip_list import FIND, ClipList, PackedStrings, join, place_of
+from cogfast.data.sources.clip_list import ClipList, PackedStrings, file_of, join, member_of
 from cogfast.data.sources.folders import ADD_CAPTIONS, DataDir, SourceError, refuse_samples
 from cogfast.data.sources.lists import read_lists
 from cogfast.data.sources.manifest import is_manifest, manifest_of, read_manifest, table_hint
@@ -34,19 +34,21 @@ from cogfast.data.video.clip import (
     Bucket,
     ClipSettings,
     ShortClips,
+    VideoBackend,
     named_bytes,
+    on_readers_device,
     read_clip,
     read_image,
 )
 from cogfast.data.video.transform import FrameSelection, Resize, Selection
-from cogfast.extensions.dali.dali import VideoBackend, on_readers_device
 from cogfast.extensions.stores.store import StoreError, Versions
-from cogfast.extensions.tar.tar_shards import MEMBER, list_shards, read_member, shards_of
+from cogfast.extensions.table import hook
 
 logger = logging.getLogger(__name__)
 
 # Limits of data.params; what a model accepts is checked against the model.
 Side = Annotated[int, Range(1, 2**16)]  # rows, columns, or frames of a bucket
+FindOnce = Callable[[Callable[[], list[ClipList]]], list[ClipList]]
 _LONGEST_EPOCH = 2**31  # samples; sums of weights are rounded too much above
 
 
@@ -86,6 +88,7 @@ class CaptionedVideos(Dataset):
         self.settings = settings
         self.source_sizes = tuple(source_sizes)
         self.is_cached = False  # whether samples are read as latents, and no video is decoded
+        self.encode_chunks: Any = None  # with which cogfast's autoencoder has encoded them
         # The samples' further videos by name, which are read as the clips are.
         self.others: dict[str, CaptionedVideos] = {}
         for name, files in clips.others.items():
@@ -189,8 +192,8 @@ class CaptionedVideos(Dataset):
 
         def copy(index: int) -> None:
             for one in lists:
-                file, part = one.files[index], place_of(one, index)
-                self.clips.fetch(file.partition(MEMBER)[0] if part else file, part)
+                file, member = one.files[index], member_of(one, index)
+                self.clips.prefetch(file_of(file, member), member)
 
         list(store.in_threads(copy, indices))
 
@@ -218,10 +221,10 @@ class CaptionedVideos(Dataset):
         """Read the clip of a sample, uint8 [F, 3, H, W], and which frames of its file it has."""
         clips, file = self.clips, self.clips.files[index]
         span = None if clips.spans is None else tuple(clips.spans[index])
-        if (place := place_of(clips, index)) is None:
+        if (member := member_of(clips, index)) is None:
             return read_clip(clips.local(file), settings, span)
         # Video libraries take paths, so the member's bytes get a temporary one.
-        with named_bytes(read_member(clips, file, *place), os.path.splitext(file)[1]) as path:
+        with named_bytes(clips.read_member(file, member), os.path.splitext(file)[1]) as path:
             return read_clip(path, settings, span)
 
     def _read(self, index: int) -> Sample:
@@ -339,6 +342,15 @@ class ListedVideos(CaptionedVideos, ABC):
     trust_index: bool = False
     reads_pixels: ClassVar[bool] = True
 
+    @classmethod
+    def listed_by(cls, find_once: FindOnce, **params: Any) -> Self:
+        """Make a data set of `params` whose `find` is called by `find_once`, such as ProcessGroups.on_main: then
+        one rank lists the files for all."""
+        made = cls.__new__(cls)
+        vars(made)["_find_once"] = find_once
+        made.__init__(**params)
+        return made
+
     def __post_init__(self) -> None:
         settings = ClipSettings(**{f.name: getattr(self, f.name) for f in fields(ClipSettings)})
         self.has_pictures = bool(settings.picture_buckets)
@@ -346,7 +358,9 @@ class ListedVideos(CaptionedVideos, ABC):
         if shapes and self.buckets:
             raise ValueError(f"{KEY} gives one shape for all samples; remove data.params.buckets")
         try:
-            lists = FIND.get()(lambda: self.find(self.data_dir, self.allow_empty_captions))
+            # It is not kept: data sets are sent to reading processes.
+            find_once = vars(self).pop("_find_once", lambda find: find())
+            lists = find_once(lambda: self.find(self.data_dir, self.allow_empty_captions))
         except StoreError as error:
             raise SourceError(str(error)) from None
         if any(not shapes.keys() <= one.others.keys() for one in lists):
@@ -490,39 +504,15 @@ class VideoShards(ListedVideos):
 
     @staticmethod
     def missing_source(key: str, source: str) -> str | None:
-        # Listing the shards opens remote files and checks the folders after ";".
-        if store.is_url(source) or ";" in source:
-            return None
-        try:
-            gone = next((shard for shard in shards_of(source) if not Path(shard).is_file()), None)
-        except SourceError as error:
-            return f"{key}={error}"
-        if gone is None:
-            return None
-        fix = "set it to existing shards (s-{000..099}.tar stands for many), or to their folder"
-        return f"{key}={cut(source, 160)}: file {cut(str(gone), 160)} does not exist; {fix}"
+        return hook("missing_shard")(key, source)  # as above
 
     def find(self, data_dir: DataDir, allow_empty_captions: bool) -> list[ClipList]:
-        lists = []
-        for source in folders.data_sources(data_dir):
-            shards = [shard for name in _folders(source) for shard in shards_of(name)]
-            lists.append(list_shards(shards, self.caption_key, self.has_pictures))
+        # (source, caption_key, has_pictures) -> ClipList
+        list_source, given = hook("list_shards"), (self.caption_key, self.has_pictures)
+        lists = [list_source(source, *given) for source in folders.data_sources(data_dir)]
         if not allow_empty_captions:
             samples = (each for one in lists for each in zip(one.files, one.captions, strict=True))
             empty = [file for file, text in samples if not text]
             what = f"samples without a caption (caption_key={self.caption_key})"
             refuse_samples(empty, sum(map(len, lists)), what, ADD_CAPTIONS)
         return lists
-
-
-def _folders(source: str) -> list[str]:
-    """Expand SAT's notation: pattern;A,B*2 -> pattern, A, B, B."""
-    pattern, semicolon, listed = source.partition(";")
-    names = [pattern] if pattern else []
-    for folder in listed.split(",") if semicolon else []:
-        name, star, times = folder.partition("*")
-        if not (store.is_url(name) or Path(name).is_dir()) or (star and not times.isdigit()):
-            fix = "write folders after ; as A,B*2 (B is read twice)"
-            raise SourceError(f"{source}: no folder {folder}; {fix}")
-        names += [name] * (int(times) if star else 1)
-    return names

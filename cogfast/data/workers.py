@@ -36,7 +36,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from cogfast.core.machine_limits import describe_lack
 from cogfast.core.signals import STOP_SIGNALS
-from cogfast.extensions.dali.dali import DaliReader
+from cogfast.data.video.clip import DeviceReader
 
 _POLL_SECONDS = 2  # between checks that the trainer is alive
 _M_ARENA_MAX = -8  # option of glibc's mallopt: the number of memory pools
@@ -59,19 +59,19 @@ def read_ahead(
     reads: Reads,
     keys: Iterable,
     *,
-    dali: DaliReader | None,
+    reader: DeviceReader | None,
     by_threads: bool = False,
     num_workers: int,
     prefetch_factor: int,
 ) -> ThreadedReads | ReadingProcesses:
     """Iterate over `reads[key]` for each of `keys`, in order; close() stops the readers.
 
-    On a machine with a GPU, tensors are on it if DALI reads, else in pinned memory. num_workers:
-    number of threads if `dali` or `by_threads` is set, else of processes, each `prefetch_factor`
+    On a machine with a GPU, tensors are on it if `reader` reads, else in pinned memory. num_workers:
+    number of threads if `reader` or `by_threads` is set, else of processes, each `prefetch_factor`
     keys ahead; 0 reads in this process.
     """
-    if dali is not None or by_threads:
-        return ThreadedReads(reads.__getitem__, keys, dali, num_workers)
+    if reader is not None or by_threads:
+        return ThreadedReads(reads.__getitem__, keys, reader, num_workers)
     return ReadingProcesses(reads, keys, num_workers, prefetch_factor)
 
 
@@ -190,14 +190,15 @@ class ThreadedReads(Iterator[Any]):
     """Iterates over the results of reading `keys`, in order.
 
     read: reads a key, in several threads at once. num_threads: number of threads, each with its own
-    decoder, and of keys read ahead; at least 2. An error is raised in place of its result. dali: the decoder; None leaves tensors in host memory, pinned if there is a GPU.
+    decoder, and of keys read ahead; at least 2. An error is raised in place of its result. reader: what reads
+    clips; None leaves tensors in host memory, pinned if there is a GPU.
     """
 
     def __init__(
-        self, read: Callable[[Any], Any], keys: Iterable, dali: DaliReader | None, num_threads: int
+        self, read: Callable, keys: Iterable, reader: DeviceReader | None, num_threads: int
     ) -> None:
         num_ahead = max(_MIN_AHEAD, num_threads)
-        self._read_key, self._dali, self._keys = read, dali, iter(keys)
+        self._read_key, self._reader, self._keys = read, reader, iter(keys)
         # The pool's threads are daemons: a hanging decoder does not keep the process from ending.
         self._pool = ThreadPool(num_ahead)
         self._pending: deque[AsyncResult] = deque()
@@ -208,11 +209,11 @@ class ThreadedReads(Iterator[Any]):
             self._pending.append(self._pool.apply_async(self._read, (key,)))
 
     def _read(self, key: Any) -> Any:
-        if self._dali is None:
+        if self._reader is None:
             read = self._read_key(key)
             is_pinned = torch.cuda.is_available()
             return tree_map_only(Tensor, Tensor.pin_memory, read) if is_pinned else read
-        with self._dali.on_device():  # batches are collated on the device
+        with self._reader.on_device():  # batches are collated on the device
             return self._read_key(key)
 
     def __next__(self) -> Any:
@@ -223,8 +224,8 @@ class ThreadedReads(Iterator[Any]):
         return tree_map_only(Tensor, _record_on_current_stream, first.get())
 
     def close(self) -> None:
-        if self._dali is not None:
-            # The process aborts if it exits while DALI runs in a thread.
+        if self._reader is not None:
+            # With DALI the process aborts if it exits while a thread decodes.
             deadline = time.monotonic() + _END_SECONDS
             for read in self._pending:
                 read.wait(max(0.0, deadline - time.monotonic()))

@@ -153,5 +153,5 @@ class ContextParallelRows:
 
 def split_context(transformer: DiffusionTransformer, group: ParallelGroup) -> None:
     """Let the ranks of a group split the rows of every sample, in place. Call it after `parallelize`."""
-    transformer.row_split = ContextParallelRows(group)
+    transformer.runtime.row_split = ContextParallelRows(group)
     transformer.use_kernels(transformer.kernels)

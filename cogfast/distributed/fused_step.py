@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import nullcontext
+from dataclasses import dataclass
 from importlib.metadata import version
 from itertools import groupby
 from typing import Any
@@ -23,9 +24,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from cogfast.extensions.prodigy_muon.optimizers import Piece, ShardedOptimizer
 from cogfast.kernels.fused_ema_adam import FusedEmaAdam, sum_of_squares
 from cogfast.model.transformer import BlockCall, DiffusionTransformer
+from cogfast.model.weights.shard import Shard
 
 _NORM_EPS = 1e-6  # DeepSpeed's, and torch's
 _RELEASE = "0.19."  # of DeepSpeed, whose private names this file uses
@@ -100,7 +101,7 @@ class WeightGather:
 
 
 class BlockGather:
-    """Waits for a block's weights before it runs: the transformer's `block_source`.
+    """Waits for a block's weights before it runs: the transformer's `runtime.source`.
 
     others: parameter groups that have weights outside of the blocks, which the caller waits for.
     """
@@ -180,6 +181,48 @@ class DeviceLossScaler:
         self.cur_hysteresis = torch.where(restores, self.delayed_shift, hysteresis)
         self.last_overflow_iter = torch.where(overflow, self.cur_iter, self.last_overflow_iter)
         self.cur_iter += 1
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """The part of a parameter that a rank owns: elements [offset, offset + numel) of its flat partition, which
+    are [start, start + numel) of the flattened parameter, or of this rank's shard of it.
+
+    numel: 0 if the rank owns nothing of it. shape: of the parameter or the shard. is_counted: this rank
+    adds the elements to sums over the model; tensor-parallel ranks hold replicated parameters, too, which
+    only the first one counts.
+    """
+
+    offset: int
+    numel: int
+    start: int
+    shape: torch.Size
+    shard: Shard | None
+    is_counted: bool
+
+
+class ShardedOptimizer(FusedEmaAdam):
+    """FusedEmaAdam's state and EMA, for an update that needs more than this rank's elements, such as sums over
+    the model (extensions/prodigy_muon). DeepSpeed's own step cannot call it.
+
+    To be assigned: pieces, {partition: a piece of each of its parameters}; the groups of the ranks that
+    share the partitions (data) and the shards of a matrix (tensor).
+    """
+
+    pieces: dict[Tensor, list[Piece]] | None = None
+    data_group: dist.ProcessGroup | None = None
+    tensor_group: dist.ProcessGroup | None = None
+
+    def pieces_of(self, p: Tensor) -> list[Piece]:
+        if self.pieces is None:
+            return [Piece(0, p.numel(), 0, p.shape, None, True)]
+        return self.pieces[p]
+
+    def gradient(self, p: Tensor, here: slice) -> Tensor:
+        """Return elements of the gradient, averaged and clipped, in float32."""
+        assert p.grad is not None, "step() passes parameters that have a gradient"
+        g = p.grad.view(-1)[here].float()
+        return g if self.gradient_scale is None else g * self.gradient_scale
 
 
 def reason_for_stock_step(zero, optimizer: torch.optim.Optimizer) -> str | None:

@@ -18,7 +18,6 @@ import socket
 import sys
 import threading
 import time
-from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -44,11 +43,9 @@ _LOST_CONNECTION = re.compile(
     re.IGNORECASE,
 )
 _BETWEEN_BEATS = 5.0  # seconds
-_BETWEEN_QUESTIONS = 1.0  # seconds, of an idle rank
 # Far longer than a thread waits for Python's lock while its rank compiles, encodes, reads or writes.
-_SILENCE = timedelta(seconds=60)
-_PATIENCE = timedelta(seconds=10)  # for another rank to end first
-_START_TIMEOUT = timedelta(minutes=5)  # in which all ranks of a launch must have their imports
+SILENCE = timedelta(seconds=60)
+PATIENCE = timedelta(seconds=10)  # for another rank to end first
 _SECONDS_TO_FAIL = 15.0  # for the main thread to notice a closed connection itself
 _ANSWER = "cogfast/met"  # key of the store: an error of a rank, or empty once all ranks have met
 _BETWEEN_LINES = 30.0  # seconds, about ranks that have not come
@@ -170,7 +167,7 @@ def tell_ranks(text: str) -> None:
         return
     # They have ended, or a signal came within the import of torch.
     with contextlib.suppress(Exception):
-        store = join_store(_SILENCE)
+        store = join_store(SILENCE)
         store.compare_set(_ANSWER, "", f"rank {os.environ['RANK']} failed: {text}")
         _leave(store, num_ranks)
 
@@ -186,7 +183,7 @@ def _leave(store: Any, num_ranks: int) -> None:
     count = store.add("cogfast/left", 1)
     if os.environ["RANK"] != "0" or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         return
-    end = time.monotonic() + _SILENCE.total_seconds()  # for ranks that were lost
+    end = time.monotonic() + SILENCE.total_seconds()  # for ranks that were lost
     while count < num_ranks and time.monotonic() < end:
         time.sleep(_LONGEST_PAUSE)
         count = store.add("cogfast/left", 0)
@@ -206,7 +203,7 @@ class Heartbeat:
         import torch.distributed as dist
 
         # The thread imports nothing and reads no state of torch.distributed, which the main thread changes.
-        self._group: Any = dist.new_group(backend="gloo", timeout=_SILENCE)
+        self._group: Any = dist.new_group(backend="gloo", timeout=SILENCE)
         self.rank, self._leaves = rank, False
         self._count, self._is_over = torch.zeros((), dtype=torch.int64), threading.Event()
         self._thread = threading.Thread(target=self._beat, name="heartbeat", daemon=True)
@@ -238,7 +235,7 @@ class Heartbeat:
                 if "timed out" in str(error).lower() and not self._leaves:
                     found = re.search(r"Rank (\d+) failed to pass", str(error))
                     lost = 0 if found is None else int(found[1])
-                    self._end(f"rank {lost} has stopped: no sign of it for {_SILENCE.seconds} s")
+                    self._end(f"rank {lost} has stopped: no sign of it for {SILENCE.seconds} s")
                 # Any other error is a closed connection, which ends this rank's collectives, too. But NCCL
                 # may not notice a rank that has ended.
                 if not self._is_over.wait(_SECONDS_TO_FAIL):
@@ -248,7 +245,7 @@ class Heartbeat:
     def _meet(self, is_over: bool) -> bool:
         """Wait for the other ranks. Return whether it is over for all of them."""
         # The first rank waits for each rank and can name the one that has stopped; the others wait for it.
-        self._group.monitored_barrier(_SILENCE if self.rank == 0 else _SILENCE + _PATIENCE)
+        self._group.monitored_barrier(SILENCE if self.rank == 0 else SILENCE + PATIENCE)
         self._count.fill_(int(is_over))
         self._group.allreduce(self._count).wait()
         return int(self._count) == self._group.size()
@@ -258,49 +255,3 @@ class Heartbeat:
             tell_torchrun(text)
         os.write(2, f"cogfast: rank {self.rank} ends: {text}\n".encode())
         os._exit(1)  # nothing else ends the main thread's wait in a collective
-
-
-@dataclass(frozen=True, slots=True)
-class Launch:
-    """The ranks that torchrun has started, of which the first WORLD_SIZE train while the others idle."""
-
-    rank: int
-    num_ranks: int
-    store: Any  # of torch.distributed
-
-    @classmethod
-    def join(cls) -> Launch:
-        """Connect to the store of this launch. Every rank must call it."""
-        rank, num_ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-        return cls(rank, num_ranks, join_store(_START_TIMEOUT, waits=True))
-
-    def idle(self) -> bool:
-        """Wait for rank 0. Return whether its run is over; it may also have failed or stopped.
-
-        Its process serves the store, so each answer is a sign of it. If it has stopped, no call returns.
-        """
-        is_over, last_answer = False, time.monotonic()
-
-        def ask() -> None:
-            nonlocal is_over, last_answer
-            with contextlib.suppress(RuntimeError):  # a closed connection
-                while not is_over:
-                    time.sleep(_BETWEEN_QUESTIONS)
-                    is_over, last_answer = self.store.check(["over"]), time.monotonic()
-                self.store.add("left", 1)
-
-        thread = threading.Thread(target=ask, name="idle", daemon=True)
-        thread.start()
-        while thread.is_alive() and time.monotonic() < last_answer + _SILENCE.total_seconds():
-            thread.join(_BETWEEN_QUESTIONS)
-        return is_over
-
-    def end_idle(self, num_training: int) -> None:
-        """On rank 0: let the idle ranks end, and serve the store until they have."""
-        if self.rank == 0:
-            self.store.set("over", "")
-            end = time.monotonic() + _PATIENCE.total_seconds()  # for ranks that were lost
-            while self.store.add("left", 0) < self.num_ranks - num_training:
-                if time.monotonic() > end:
-                    return
-                time.sleep(_BETWEEN_QUESTIONS / 10)

@@ -50,8 +50,6 @@ _HIDDEN_FROM_DYNAMO = (
     Optimizer.load_state_dict,
     checkpoint.checkpoint,
     vars(checkpoint).get("_run_fn_with_dynamo_disabled"),  # since PyTorch 2.9
-    checkpoint._CachingTorchDispatchMode.__torch_dispatch__,
-    checkpoint._CachedTorchDispatchMode.__torch_dispatch__,
 )
 _HIDING = Optimizer.zero_grad.__code__  # of all functions that torch._disable_dynamo returns
 

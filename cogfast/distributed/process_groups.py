@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -30,13 +30,12 @@ from torch import Tensor
 
 from cogfast.distributed.lost_ranks import (
     Heartbeat,
-    Launch,
     UnsharedError,
     is_lost_connection,
     join_store,
     meet,
 )
-from cogfast.distributed.stop_signals import StopSignals, name_of
+from cogfast.distributed.stop_signals import StopSignals, signal_name
 from cogfast.distributed.tensor_parallel import ParallelGroup
 from cogfast.kernels import torch_library
 
@@ -63,6 +62,15 @@ class OtherRankError(RuntimeError):
     """Another rank failed. Its own output has the cause."""
 
 
+class Ranks(Protocol):
+    """The ranks that torchrun has started, of which only some train (extensions/elastic/ranks.py)."""
+
+    @property
+    def store(self) -> Any: ...
+
+    def end_idle(self, num_training: int) -> None: ...
+
+
 @dataclass(frozen=True, slots=True)
 class ProcessGroups:
     """Position of this process in the mesh, and its process groups.
@@ -83,7 +91,7 @@ class ProcessGroups:
     control: dist.ProcessGroup | None
     is_owner: bool  # whether this object created the default group, and so destroys it
     heartbeat: Heartbeat | None = None
-    launch: Launch | None = None
+    launch: Ranks | None = None
     tensor: ParallelGroup | None = None
     context: ParallelGroup | None = None
     model: ParallelGroup | None = None
@@ -254,7 +262,7 @@ class ProcessGroups:
 
     def close(self, ends_idle: bool = True) -> None:
         """Destroy the process groups if this object created them. ends_idle: for idle ranks the run is over,
-        too (`Launch`).
+        too (`Ranks`).
 
         A single process keeps its group for the next run in it, because DeepSpeed stores a reference.
         """
@@ -338,7 +346,7 @@ def _collective() -> Iterator[None]:
 
 
 def start_processes(
-    tensor_size: int = 1, context_size: int = 1, timeout_s: int = 1800, launch: Launch | None = None
+    tensor_size: int = 1, context_size: int = 1, timeout_s: int = 1800, launch: Ranks | None = None
 ) -> ProcessGroups:
     """Create the process groups, of the ranks that torchrun started or of a single process.
 
@@ -485,7 +493,7 @@ class StopRequest(StopSignals):
 
     def _announce(self, number: int) -> None:
         text = "%s: the run will save a checkpoint after this step and end; a second Ctrl-C ends it at once"
-        logger.info(text, name_of(number))
+        logger.info(text, signal_name(number))
 
     def _last_line(self, reason: str) -> str:
         return f"cogfast: {reason}; {self.hint()}" if self.groups.is_main else ""
@@ -494,7 +502,7 @@ class StopRequest(StopSignals):
     def reason(self) -> str:
         """The signal or key that asked the ranks to stop."""
         if self.received:
-            return name_of(self.received[0])
+            return signal_name(self.received[0])
         return f"args.max_hours={self.max_hours:g}" if self.is_asked else "a signal to another rank"
 
     @property

@@ -106,6 +106,3 @@ class StepClock:
         event = torch.cuda.Event(enable_timing=True)
         event.record()
         return event
-
-
-CLOCK = StepClock()

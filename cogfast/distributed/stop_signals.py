@@ -98,7 +98,7 @@ class StopSignals:
             left = None if deadline is None else max(0.0, deadline - time.monotonic())
             if not select.select([reader], [], [], left)[0]:
                 assert first is not None, "the deadline counts from the first signal"
-                self._end(first, f"ended by {name_of(first)}")
+                self._end(first, f"ended by {signal_name(first)}")
             for number in os.read(reader, 64):
                 if number == _CLOSED:
                     os.close(reader)
@@ -108,7 +108,7 @@ class StopSignals:
                 now = time.monotonic()
                 is_second = interrupted_at is not None and now - interrupted_at > _REPEAT_SECONDS
                 if is_second and number in (signal.SIGINT, signal.SIGTERM):
-                    self._end(number, f"ended at once by a second {name_of(signal.SIGINT)}")
+                    self._end(number, f"ended at once by a second {signal_name(signal.SIGINT)}")
                 if number == signal.SIGINT and interrupted_at is None:
                     interrupted_at = now
                 if first is None:
@@ -146,7 +146,7 @@ def keep_in_last_line(text: str) -> str:
     return before
 
 
-def name_of(number: int) -> str:
+def signal_name(number: int) -> str:
     return signal.Signals(number).name
 
 

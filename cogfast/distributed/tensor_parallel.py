@@ -23,7 +23,6 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from cogfast.extensions.memory.quantized_linear import quantized_linear
 from cogfast.model.attention import DeferredBiasLinear, HeadNorm
 from cogfast.model.lora import LoraLinear
 from cogfast.model.weights.shard import Shard
@@ -183,12 +182,12 @@ class ParallelLinear(nn.Module):
 
     By outputs, each of num_parts equal parts (such as q, k and v) is cut. By inputs, the bias is
     whole, since it is added after the sum. splits_rows: outside of the linear a rank has a part of the
-    rows (sequence_parallel.py). shards: {parameter name: its shard}. scale: of a weight of 8 bits
-    (extensions/memory/quantized_base.py).
+    rows (sequence_parallel.py). shards: {parameter name: its shard}. own_product: multiplies x [.., in]
+    with a weight that is no parameter (extensions/memory/quantized_base.py), and adds the bias.
     """
 
     dim: int
-    scale: Tensor | None
+    own_product: Callable[[ParallelLinear, Tensor, Tensor | None], Tensor] | None = None
 
     def __init__(
         self, whole: nn.Linear, group: ParallelGroup, splits_rows: bool = False, num_parts: int = 1
@@ -200,7 +199,6 @@ class ParallelLinear(nn.Module):
         self.adds_bias = not is_deferred
         self.shards = {"weight": group.shard(whole.weight.shape, self.dim, num_parts)}
         self.weight: Tensor = take_share(whole.weight, self.shards["weight"])
-        self.register_buffer("scale", None, persistent=False)
         self.bias = whole.bias
         if self.dim == 0:
             self.shards["bias"] = group.shard(whole.bias.shape, 0, num_parts)
@@ -210,8 +208,8 @@ class ParallelLinear(nn.Module):
         """Multiply with the local shard, without communication."""
         # A deferred bias, sharded or whole, goes to the kernel behind the linear.
         bias = self.bias if self.adds_bias else None
-        if self.scale is not None:
-            return quantized_linear(x, self.weight, self.scale, bias)
+        if self.own_product is not None:
+            return self.own_product(self, x, bias)
         return F.linear(x, self.weight, bias)
 
 
@@ -231,7 +229,7 @@ class ColumnParallelLinear(ParallelLinear):
         return copy_to_group(x, self.group)
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.scale is not None:
+        if self.own_product is not None:
             return self.product(self.enter(x))
         bias = self.bias if self.adds_bias else None
         return _ColumnLinear.apply(x, self.weight, bias, self.group, self.splits_rows)

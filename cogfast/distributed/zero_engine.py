@@ -11,8 +11,8 @@ from __future__ import annotations
 import functools
 import logging
 import os
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass
 from datetime import timedelta
@@ -25,17 +25,16 @@ from torch.distributed.distributed_c10d import _set_pg_timeout
 from cogfast.distributed.fused_step import (
     BlockGather,
     FusedStep,
+    ShardedOptimizer,
     WeightGather,
     own_weights,
     reason_for_stock_step,
 )
 from cogfast.distributed.keys import EngineKeys
 from cogfast.distributed.process_groups import ModelParallelUnit
-from cogfast.distributed.step_clock import CLOCK
-from cogfast.extensions.memory.moment_codes import CodedMoment, largest_key
-from cogfast.extensions.prodigy_muon.optimizers import ShardedOptimizer
+from cogfast.distributed.step_clock import StepClock
 from cogfast.kernels import torch_library
-from cogfast.kernels.fused_ema_adam import FusedEmaAdam
+from cogfast.kernels.fused_ema_adam import FusedEmaAdam, coded_moment, largest_key
 from cogfast.model.transformer import DiffusionTransformer
 
 logger = logging.getLogger(__name__)
@@ -133,20 +132,12 @@ def _import_muon() -> None:
 
 
 def _fit_stage_3_to_checkpointing() -> None:
-    """Change two things of DeepSpeed's ZeRO-3 that selective activation checkpointing does not allow.
+    """Change what selective activation checkpointing does not allow of DeepSpeed's ZeRO-3.
 
     Its linears add the bias to the product in place. Checkpointing keeps that product, so that
     recomputation would add the bias a second time and give wrong gradients.
-
-    Its hooks gather and release weights among the operations of a block. Checkpointing counts all
-    operations, and recomputation gathers others than the forward pass, which is an error.
     """
     from deepspeed.runtime.zero.linear import LinearFunctionForZeroStage3
-    from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
-    from torch.utils import _python_dispatch
-    from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispatchMode
-
-    watching = (_CachedTorchDispatchMode, _CachingTorchDispatchMode)
 
     def forward(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         if bias is None:
@@ -155,24 +146,6 @@ def _fit_stage_3_to_checkpointing() -> None:
         return torch.addmm(bias, rows, weight.t()).view(*input.shape[:-1], -1)
 
     LinearFunctionForZeroStage3.forward = staticmethod(forward)
-
-    def unwatched(method: Callable) -> Callable:
-        @functools.wraps(method)
-        def run(*args: Any, **options: Any) -> Any:
-            modes = _python_dispatch._get_current_dispatch_mode_stack()
-            is_watched = any(isinstance(mode, watching) for mode in modes)
-            with _python_dispatch._disable_current_modes() if is_watched else nullcontext():
-                return method(*args, **options)
-
-        return run
-
-    hooks: Any = PartitionedParameterCoordinator
-    # A second engine in the process finds them changed.
-    if not hasattr(hooks.fetch_sub_module, "is_unwatched"):
-        for name in ("fetch_sub_module", "release_sub_module"):
-            method = unwatched(getattr(hooks, name))
-            method.__dict__["is_unwatched"] = True
-            setattr(hooks, name, method)
 
 
 def _copy(source: Tensor, out: Tensor) -> None:
@@ -188,6 +161,7 @@ class ZeroEngine:
     transformer: on the device, in its training dtype. optimizer: over its parameter groups.
     config: from `deepspeed_config`. mpu: DeepSpeed's model parallel unit, with the tensor- and
     data-parallel groups; None without tensor parallelism. timeout_s: how long a collective waits.
+    clock: of the run's steps.
     tensor_rank, data_rank: this process's ranks in the tensor- and data-parallel group.
 
     `step` returns while the new weights are still being gathered. A forward pass, `publish`,
@@ -202,6 +176,7 @@ class ZeroEngine:
         config: dict,
         mpu: ModelParallelUnit | None = None,
         timeout_s: int | None = None,
+        clock: StepClock | None = None,
     ) -> None:
         logging.getLogger("DeepSpeed").setLevel(logging.ERROR)  # it warns about a custom optimizer
         import deepspeed
@@ -217,6 +192,7 @@ class ZeroEngine:
             dist_backend=torch.distributed.get_backend(), dist_init_required=False, verbose=False
         )
         self.transformer = transformer
+        self.clock = StepClock() if clock is None else clock
         self.optimizer: Any = optimizer  # a fused one also has found_inf
         self.tensor_rank, self.data_rank = 0, torch.distributed.get_rank()
         if mpu is not None:
@@ -252,9 +228,10 @@ class ZeroEngine:
         # Every forward pass waits, also those of evaluations.
         wait = self.wait_for_weights
         # A subclass may read a block's weights outside of it; weights in host memory have a source already.
-        is_plain = type(transformer) is DiffusionTransformer and transformer.block_source is None
+        runtime = transformer.runtime
+        is_plain = type(transformer) is DiffusionTransformer and runtime.source is None
         if self._gather is not None and is_plain:
-            source = transformer.block_source = BlockGather(self._gather, transformer)
+            source = runtime.source = BlockGather(self._gather, transformer)
             wait = functools.partial(self._gather.wait, source.others)
         transformer.register_forward_pre_hook(lambda *_: wait())
         self.is_step_fused = self.stage < 3 and self._fuse_step()
@@ -282,7 +259,7 @@ class ZeroEngine:
         return torch.zeros_like(self.num_skipped)  # DeepSpeed's own step raises an exception
 
     def backward(self, loss: Tensor) -> None:
-        with CLOCK.part("backward"):
+        with self.clock.part("backward"):
             value, number = loss.detach(), self.engine.gradient_accumulation_steps()
             # DeepSpeed's division, and NaN (0 times the loss) for one that is not finite: all ranks skip it.
             loss.register_hook(lambda grad: torch.add(grad / number, value, alpha=0))
@@ -297,7 +274,7 @@ class ZeroEngine:
             group["lr"] = lr
         # Asked before the step, which counts the micro-batch.
         is_update = self.engine.is_gradient_accumulation_boundary()
-        with CLOCK.part("optimizer"):
+        with self.clock.part("optimizer"):
             self.engine.step()
             if not is_update:
                 return
@@ -438,7 +415,7 @@ class ZeroEngine:
             return
         values = torch.zeros(self.parts[part].shape)
         yield values
-        CodedMoment.of(self.state(part), kind).encode(values)
+        coded_moment(self.state(part), kind).encode(values)
 
     def wait_for_ema(self) -> None:
         """Wait, on the host, until the EMA is that of the last step, if it is in host memory."""

@@ -23,7 +23,7 @@ from cogfast.config.yaml_files import (
     CONFIGS,
     check_interpolations,
     check_nesting,
-    check_resolved,
+    check_plain,
     read_yaml,
     to_dict,
 )
@@ -107,7 +107,8 @@ def load_config(
         for key in OmegaConf.missing_keys(merged):
             raise KeyProblem(key, f"{key} has no value (???); set it in a file or with {key}=VALUE")
         plain = to_dict(merged)
-        check_resolved(plain)
+        # OmegaConf would resolve it a second time.
+        check_plain(plain, "contains ${ once it is resolved; remove it")
         complete_sections(plain, origins)
         _check_addresses(plain)
         unused = check_sections(plain, tuple(allow_import), is_of_run) | fold(plain, origins, names)

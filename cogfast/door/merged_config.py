@@ -11,10 +11,9 @@ import yaml
 from omegaconf import DictConfig, OmegaConf
 
 from cogfast.config.yaml_files import to_dict
-from cogfast.core.addresses import hint, shown
+from cogfast.core.addresses import hint, shown, with_urls
 from cogfast.core.keys import SECTIONS, Settings, find_origin, with_origins
 from cogfast.core.values import leaves, put
-from cogfast.extensions.stores.mirror import with_urls
 
 if TYPE_CHECKING:
     from cogfast.train.run.opened import Run

@@ -49,7 +49,7 @@ def rotary_tables(rotation: Rotation) -> tuple[Tensor, Tensor]:
     return angles.real, angles.imag
 
 
-class Network:
+class RunNetwork:
     """The run's transformer under its engine, with the call of diffusers' CogVideoXTransformer3DModel."""
 
     def __init__(self, engine: ZeroEngine, config: dict[str, Any]) -> None:
@@ -126,7 +126,7 @@ class RunComponents:
 
     def __init__(self, trainer: Any, folder: Path) -> None:
         self._trainer, self._folder = trainer, folder
-        self._network: Network | None = None
+        self._network: RunNetwork | None = None
         # Weak, since encoders that are not used any more must free their memory.
         self._vaes: WeakKeyDictionary[VideoAutoencoder, Any] = WeakKeyDictionary()
 
@@ -151,12 +151,12 @@ class RunComponents:
         super().__setattr__(name, value)
 
     @property
-    def transformer(self) -> Network:
+    def transformer(self) -> RunNetwork:
         run = self._trainer._prepare()
         if run.groups.model_size > 1:
             raise ValueError(f"self.components.transformer {SHARED_MODEL}")
         if self._network is None:
-            self._network = Network(run.engine, self._trainer.state.transformer_config)
+            self._network = RunNetwork(run.engine, self._trainer.state.transformer_config)
         return self._network
 
     @property

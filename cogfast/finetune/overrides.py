@@ -10,10 +10,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from cogfast.data.video.writer import to_frames
 from cogfast.diffusion.denoiser import Conditioning
 from cogfast.extensions.cache.entry_keys import hash_text
 from cogfast.extensions.sample.generate import Prompt, VideoMaker
+from cogfast.extensions.sample.writer import to_frames
 
 OVERRIDABLE = (
     "encode_video",

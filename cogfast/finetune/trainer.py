@@ -28,9 +28,8 @@ from cogfast.core.slot_random import SlotRandom
 from cogfast.core.values import cut
 from cogfast.data.bad_samples import BadSample
 from cogfast.data.batches import in_unit_range, to_device
-from cogfast.data.video.clip import read_clip
+from cogfast.data.video.clip import on_readers_device, read_clip
 from cogfast.door.merged_config import Config
-from cogfast.extensions.dali.dali import on_readers_device
 from cogfast.extensions.sample.prompt_files import given_prompts, listed_files
 from cogfast.finetune.components import SHARED_MODEL, Accelerator, RunComponents, rotary_tables
 from cogfast.finetune.overrides import (
@@ -92,7 +91,7 @@ class _Facts(dict):
 
 
 @dataclass
-class State:
+class RunState:
     """Facts about a run. The last two numbers are 0 until Trainer.fit prepares it.
 
     generator: seeded by step and sample before each call of an overridden method.
@@ -115,7 +114,7 @@ class _Run(cogfast.train.trainer.Trainer):
         self.owner, self.methods = owner, overridden(type(owner), Trainer)
         self._kind = type(owner)
         super().__init__(config, owner._encode_overrides(self.methods))
-        if {"initialize_pipeline", "validation_step"} & self.methods.keys():
+        if self.evaluator and {"initialize_pipeline", "validation_step"} & self.methods.keys():
             self.evaluator.make_videos = partial(StepVideos, owner)
 
     def compute_loss(self, batch: dict) -> Tensor:
@@ -185,7 +184,7 @@ class Trainer:
         for line in notices(args):
             logger.warning("%s", line)
         facts = _Facts(read_json(Path(self.config.args.load, "transformer", "config.json")))
-        self.state = State(*args.train_resolution, _DTYPES[args.mixed_precision], facts)
+        self.state = RunState(*args.train_resolution, _DTYPES[args.mixed_precision], facts)
         self.dataset: Any = None
         self.optimizer: Any = None
         self.lr_scheduler: Any = None
@@ -389,8 +388,8 @@ class Trainer:
             # A method of PyTorch's schedulers; between two steps, the rate is that of the next step.
             rate = lambda: [run.learning_rate(run.step)]
             self.lr_scheduler = SimpleNamespace(get_last_lr=rate)
-            self.state.num_trainable_parameters = run.parts.num_trained
-            self.state.total_batch_size_count = run.parts.global_batch
+            self.state.num_trainable_parameters = run.parts.model.num_trained
+            self.state.total_batch_size_count = run.parts.data.global_batch
             # For the user: nothing reads this file.
             if run.groups.is_main:
                 text = json.dumps(shown(self.args.model_dump(mode="json")), indent=2, default=str)

@@ -17,6 +17,7 @@ from typing import Any
 
 from cogfast.config.sat_network import NETWORK_KEY, POSITION_KEY
 from cogfast.config.yaml_files import read_yaml, to_dict
+from cogfast.core.addresses import is_hub_id
 from cogfast.core.files import read_limited
 from cogfast.core.keys import DEFAULT, Given
 from cogfast.core.values import cut, nearest, select, show
@@ -26,7 +27,6 @@ from cogfast.extensions.pipeline_folder.pipeline_folder import (
     fill_from_pipeline,
     find_config,
     hub_folder,
-    is_hub_id,
 )
 from cogfast.finetune.registry import BUILT_IN, check_name
 from cogfast.finetune.schemas import PLACEHOLDER, Args
@@ -134,9 +134,8 @@ def _check_family(args: Args, family: Family) -> None:
         raise ValueError(f"{text}; use bf16")
 
 
-def _settings(args: Args) -> Given:
-    """Return the settings of data, training and the run. Their order is that of a configuration's text."""
-    of = lambda option: (getattr(args, option), f"--{option}")
+def _data(args: Args) -> Given:
+    """Return the settings of the data, without those that _settings adds."""
     frames, *size = args.train_resolution
     # If no rate is given, frames are spread and short clips are padded, as in their trainer.
     selection = args.frame_selection or ("uniform" if args.fps is None else "timestamp")
@@ -147,9 +146,9 @@ def _settings(args: Args) -> Given:
         "data.params.max_num_frames": (frames, "--train_resolution (frames x rows x columns)"),
         "data.params.frame_selection": (selection, "--frame_selection"),
         "data.params.short_clips": (short, "--frame_selection"),
-        "data.params.resize": of("resize"),
-        "args.num_workers": of("num_workers"),
-        "args.collective_timeout": of("nccl_timeout"),
+        "data.params.resize": (args.resize, "--resize"),
+        "args.num_workers": (args.num_workers, "--num_workers"),
+        "args.collective_timeout": (args.nccl_timeout, "--nccl_timeout"),
     }
     # One name for both is a file of metadata, or the folder of one.
     if captions == videos:
@@ -168,10 +167,16 @@ def _settings(args: Args) -> Given:
     if cache != "none":
         settings["args.latent_cache"] = (cache, "--latent_cache")
         settings["args.encode_first"] = (True, "--latent_cache")
+    return settings
+
+
+def _settings(args: Args) -> Given:
+    """Return the settings of data, training and the run. Their order is that of a configuration's text."""
+    of = lambda option: (getattr(args, option), f"--{option}")
     kind, params = _OPTIMIZERS[args.optimizer.lower()]
     recomputing = "auto" if args.gradient_checkpointing else "none"
     zero = {"stage": 2, "overlap_comm": True, "reduce_bucket_size": _BUCKET[args.training_type]}
-    settings |= {
+    settings = _data(args) | {
         "data.params.fps": of("fps"),
         "data.params.image_column": of("image_column"),
         "args.epochs": of("train_epochs"),

@@ -62,6 +62,9 @@ _add_low_rank = register_op(
     gpu=from_gpu("add_low_rank", "launch"),
     cpu=_on_cpu,
     fake=lambda x, low, matrices, parts, num_parts, scaling: x.new_empty(x.shape),
+    flops=lambda x, low, matrices, *others, **out: (
+        2 * low.numel() // low[-1] * sum(matrix.numel() for matrix in matrices)
+    ),
 )
 
 

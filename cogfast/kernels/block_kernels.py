@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal
+from typing import Any, Literal
 
 from torch import Tensor
 
-from cogfast.extensions.sparse.attention import sparse_attention
 from cogfast.kernels import adaptive_layernorm as norm
 from cogfast.kernels import add_low_rank as lora
 from cogfast.kernels import gelu as activation
@@ -24,8 +23,9 @@ KernelChoice = Literal["triton", "torch"]
 class BlockKernels:
     """The ops that a transformer calls: functions of the files of their names, or references there."""
 
-    flash_attention: Callable[..., Tensor]  # of q, k, v; its backend is bound, as that of the next
-    sparse_attention: Callable[..., tuple[Tensor, Tensor]]
+    flash_attention: Callable[..., Tensor]  # of q, k, v; its backend is bound
+    attention_backend: str | None = None
+    sparse_attention: Any = None  # DiffusionTransformer.use_sparse_attention sets it
     adaptive_layernorm: Callable[..., tuple[Tensor, Tensor]] = norm.adaptive_layernorm
     residual_adaptive_layernorm: Callable[..., tuple[Tensor, Tensor]] = (
         norm.residual_adaptive_layernorm
@@ -48,15 +48,14 @@ def choose_kernels(
     if attention_backend in flash_attn.MODULES:
         flash_attn.load(attention_backend)
     attention = partial(flash_attention, backend=attention_backend)
-    sparse = partial(sparse_attention, backend=attention_backend)
     if kernels == "triton":
-        return BlockKernels(attention, sparse)
+        return BlockKernels(attention, attention_backend)
     of_pytorch = lambda q, k, v: flash_attention(
         q, k, v, attention_backend or fastest_of_pytorch(q)
     )
     return BlockKernels(
         of_pytorch,
-        sparse,
+        attention_backend,
         adaptive_layernorm=norm.adaptive_layernorm_reference,
         residual_adaptive_layernorm=norm.residual_adaptive_layernorm_reference,
         gated_residual=norm.gated_residual_reference,

@@ -10,31 +10,27 @@ With g the gradient, t the parameter's own count of updates (1 at the first) and
 
 A GPU runs the Triton kernels of gpu/fused_ema_adam.py, a CPU the C++ kernel of cpu/fused_ema_adam.h;
 without them both run torch's fused Adam and a lerp, a CPU on one chunk after another. The moments
-are float32, or 8-bit codes (moment_codes.py); the update uses them before they are rounded.
+are float32, or 8-bit codes (extensions/memory/moment_codes.py); the update uses them before they are
+rounded.
 """
 
 from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
-from cogfast.extensions.memory.moment_codes import (
-    MOMENTS,
-    CodedMoment,
-    largest_key,
-    num_blocks,
-    random_halves,
-)
 from cogfast.kernels import torch_library
 from cogfast.kernels.argument_checks import GPU_DTYPES, refuse
 from cogfast.kernels.torch_library import CPU_DTYPES, from_gpu, on_device_of_tensors, register_op
 
+MOMENTS = ("exp_avg", "exp_avg_sq")
+MOMENT_BLOCK = 256  # elements of an 8-bit moment that share the largest code
 # Elements that PyTorch's ops update at a time. On a CPU p, g, m, v and shadow of a chunk (5 MB) stay in
 # the caches between Adam's pass and the EMA's, and smaller chunks cost more in launches on two threads. A
 # GPU has no room for all 8-bit moments in float32 at once.
@@ -115,6 +111,29 @@ class AdamStreams(NamedTuple):
     def dtypes(self) -> tuple[torch.dtype, torch.dtype, torch.dtype | None]:
         """Dtypes of p, g and copy, which all tensors of a launch share."""
         return self.p.dtype, self.g.dtype, None if self.copy is None else self.copy.dtype
+
+
+def num_blocks(numel: int) -> int:
+    return -(-numel // MOMENT_BLOCK)
+
+
+def largest_key(key: str) -> str:
+    """Return the name of the state that holds the largest codes of a moment."""
+    return f"{key}_largest"
+
+
+def coded_moment(state: Mapping[str, Tensor], key: str) -> Any:
+    """Return a moment of 8-bit codes, which decodes and encodes its elements."""
+    from cogfast.extensions.table import hook  # float32 moments need none
+
+    return hook("coded_moment")(state, key)  # (state, key) -> CodedMoment
+
+
+def read_moment(state: Mapping[str, Tensor], key: str, start: int, numel: int) -> Tensor:
+    """Return elements [start, start + numel) of a flat state in float32, decoded if it has codes."""
+    if largest_key(key) in state:
+        return coded_moment(state, key).decode(start, numel)
+    return state[key].detach().narrow(0, start, numel)
 
 
 def sum_of_squares(tensors: Sequence[Tensor]) -> Tensor:
@@ -216,7 +235,7 @@ class FusedEmaAdam(torch.optim.Optimizer):
         self.adam_w_mode = adam_w_mode
         self.ema_decay = ema_decay
         self.use_num_updates = use_num_updates if use_num_upates is None else use_num_upates
-        self.kernels = kernels
+        self.kernels: Literal["triton", "torch"] = kernels
         self.low_precision_copies: dict[Tensor, Tensor] = {}
         self.gradient_scale: Tensor | None = None
         self.found_inf: Tensor | None = None
@@ -383,7 +402,7 @@ class FusedEmaAdam(torch.optim.Optimizer):
         _, grad, *moments, shadow, copy, largest_m, _, step = self._streams(p)
         coded = None
         if largest_m is not None:
-            coded = [CodedMoment.of(self.state[p], key) for key in MOMENTS]
+            coded = [coded_moment(self.state[p], key) for key in MOMENTS]
         # A strided tensor has no flat view to cut, so it is one piece.
         is_flat, size = p.is_contiguous(), max(1, p.numel())
         if is_flat:
@@ -398,7 +417,7 @@ class FusedEmaAdam(torch.optim.Optimizer):
             cut_copy = None if copy is None else cut(copy)
             yield piece, cut(grad), m, v, None if shadow is None else cut(shadow), cut_copy
             if coded is not None:
-                halves = random_halves(step, start, piece.numel())
+                halves = coded[0].random_halves(step, start, piece.numel())
                 for moment, values, r in zip(coded, (m, v), halves, strict=True):
                     moment.encode(values.view(-1), start, r)
 

@@ -24,6 +24,8 @@ logger = logging.getLogger(__name__)
 
 _LIBRARY = torch.library.Library("cogfast", "FRAGMENT")
 _Reference = TypeVar("_Reference", bound=Callable)
+# {op: FLOPs of its products, by the shapes of the arguments}
+FLOPS: dict[Any, Callable[..., int]] = {}
 
 
 CPU_DTYPES = (torch.float32, torch.bfloat16)  # of the C++ kernels
@@ -129,12 +131,17 @@ def register_gradient(op: Any, save: Callable, backward: Callable) -> Callable:
 
 
 def register_op(
-    schema: str, fake: Callable, gpu: Callable | None = None, cpu: Callable | None = None
+    schema: str,
+    fake: Callable,
+    gpu: Callable | None = None,
+    cpu: Callable | None = None,
+    flops: Callable[..., int] | None = None,
 ) -> Any:
     """Define an op and return it.
 
     schema: name and signature. fake: returns empty outputs, for torch.compile. gpu, cpu: implementations;
-    gpu is None for an op of CPU tensors alone, cpu if the C++ library registers one under this name.
+    gpu is None for an op of CPU tensors alone, cpu if the C++ library registers one under this name. flops: of
+    its products, by the shapes of the arguments; None: it has none.
     """
     name = schema.partition("(")[0]
     _LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
@@ -142,8 +149,10 @@ def register_op(
         if implementation is not None:
             _LIBRARY.impl(name, implementation, key)
     torch.library.register_fake(f"cogfast::{name}", fake, lib=_LIBRARY)
-    op = getattr(torch.ops.cogfast, name).default
-    return functools.partial(_once, op) if name.endswith("_backward") else op
+    op = getattr(torch.ops.cogfast, name)
+    if flops is not None:
+        FLOPS[op] = flops
+    return functools.partial(_once, op.default) if name.endswith("_backward") else op.default
 
 
 def _once(op: Any, *inputs: Any) -> Any:

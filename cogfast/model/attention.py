@@ -42,7 +42,7 @@ class Attention(nn.Module):
         super().__init__()
         self.kernels = kernels
         self.sparse_share: float | None = None  # DiffusionTransformer.use_sparse_attention
-        self.kept_mass: Tensor | None = None  # of the last pass, see extensions/sparse/attention.py
+        self.kept_mass: Tensor | None = None  # [B, H, N], of the last pass
         self.head_width = width // num_heads
         # One matmul for the three; rows of q, then of k, then of v, as in SAT.
         self.qkv = nn.Linear(width, 3 * width)

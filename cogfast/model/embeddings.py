@@ -13,7 +13,6 @@ from einops import rearrange
 from torch import Tensor, nn
 
 from cogfast.core.shapes import PatchSize, TokenGrid
-from cogfast.extensions.sparse.attention import block_order
 from cogfast.kernels.qk_norm_rope3d import Rotation
 
 
@@ -85,36 +84,6 @@ def sincos_table(
         axes.append(np.broadcast_to(np.expand_dims(values, others), (*shape, part)))
     # from_numpy ignores a surrounding `torch.device("meta")`, so the values are kept.
     return torch.from_numpy(np.concatenate(axes, axis=-1).reshape(grid.num_tokens, width))
-
-
-class _Take(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x: Tensor, there: Tensor, back: Tensor) -> Tensor:
-        ctx.save_for_backward(back)
-        return x.index_select(1, there)
-
-    @staticmethod
-    def backward(ctx, *gradients: Tensor) -> tuple[Tensor, None, None]:
-        # PyTorch's gradient of index_select adds by atomics, since an index might come twice.
-        return gradients[0].index_select(1, *ctx.saved_tensors), None, None
-
-
-class RowOrder:
-    """The order in which rows go through blocks with sparse attention: text, then `block_order`."""
-
-    def __init__(self, grid: TokenGrid, num_text: int, device: torch.device) -> None:
-        order = block_order(grid.t, grid.h, grid.w)
-        self.video = order.to(device)  # [V] int32, for Rotation.order
-        there = torch.cat([torch.arange(num_text), order.long() + num_text])
-        self._there, self._back = there.to(device), there.argsort().to(device)  # [S]
-
-    def apply(self, hidden: Tensor) -> Tensor:
-        """Put rows of hidden [B, S, M] into this order."""
-        return _Take.apply(hidden, self._there, self._back)
-
-    def undo(self, hidden: Tensor) -> Tensor:
-        """Put rows of hidden [B, S, M] back into row-major order."""
-        return _Take.apply(hidden, self._back, self._there)
 
 
 class PositionTable(nn.Module):

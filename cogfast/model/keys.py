@@ -16,6 +16,11 @@ LearnedPositions = Literal["resize", "drop"]
 DEFAULT_FROZEN_PREFIXES = ("first_stage_model", "conditioner")
 
 
+def scale_of(name: ImageLatentScale, factor: float) -> float:
+    """Return the scale of first frames relative to the VAE's output. factor: the VAE's scaling factor."""
+    return {"trainer": factor, "pretrained": 1.0, "pipeline": 1 / factor}[name]
+
+
 class WeightKeys(Keys):
     """Weights to start from."""
 

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from cogfast.kernels.add_low_rank import read_low_rank
 from cogfast.kernels.block_kernels import BlockKernels
 
+FILE_NAME = "pytorch_lora_weights.safetensors"  # the name that diffusers looks for in a folder
 SAT_ALPHA = 1.0  # default for SAT configs and for checkpoints that store no alpha
 # {diffusers' name: (linear of a block, part of its output)} of everything that can be adapted.
 TARGETS = {

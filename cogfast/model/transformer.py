@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, ClassVar, Protocol
 
@@ -17,6 +17,7 @@ from cogfast.config.sat_unused import NETWORK, NETWORKS
 from cogfast.core.shapes import PatchSize, TokenGrid
 from cogfast.core.slot_random import random_bits
 from cogfast.core.values import KeyProblem, nearest
+from cogfast.extensions.table import hook
 from cogfast.kernels.block_kernels import BlockKernels, choose_kernels
 from cogfast.kernels.qk_norm_rope3d import Rotation
 from cogfast.model.block import NORM_EPS, Block
@@ -24,7 +25,6 @@ from cogfast.model.config import TransformerConfig
 from cogfast.model.embeddings import (
     PositionTable,
     RotaryPositions,
-    RowOrder,
     SinusoidEmbedding,
     patchify,
     unpatchify,
@@ -33,6 +33,7 @@ from cogfast.model.initialization import initialize
 from cogfast.model.keys import DEFAULT_FROZEN_PREFIXES, ModelKeys
 from cogfast.model.lora import LoraLinear, add_lora, is_lora_parameter
 from cogfast.model.weights.names import sat_name
+from cogfast.model.weights.source import Target
 
 BlockCall = Callable[..., Tensor]  # as Block.forward, with the block_arguments of a subclass behind
 
@@ -61,6 +62,18 @@ class BlockSource(Protocol):
     def around(self, calls: Iterable[BlockCall]) -> Iterable[BlockCall]:
         """Return the calls of all blocks, each with its weights fetched before it."""
         ...
+
+
+@dataclass(slots=True)
+class BlockRuntime:
+    """How the blocks of a model run, and where their weights are: set after it is built."""
+
+    training_calls: Sequence[BlockCall] | None = None  # such as checkpointed versions of the blocks
+    row_split: RowSplit | None = None
+    source: BlockSource | None = None
+    # Weights that are no parameters, by name (extensions/memory), and what takes their values.
+    held: Mapping[str, Target] = field(default_factory=dict)
+    sparse: Any = None  # attention in blocks, which use_sparse_attention takes
 
 
 OUTPUT_NORM_EPS = 1e-6  # as SAT; diffusers has 1e-5 here, which changes outputs by 2e-5
@@ -116,12 +129,8 @@ class DiffusionTransformer(nn.Module):
             )
             for _ in range(config.num_layers)
         )
-        # Set by use_calls, such as checkpointed versions of the blocks.
-        self.training_calls: Sequence[BlockCall] | None = None
-        self.row_split: RowSplit | None = None
-        self.block_source: BlockSource | None = None
+        self.runtime = BlockRuntime()
         self.sparse_share: float | None = None
-        self._orders: dict[tuple[TokenGrid, int, torch.device], RowOrder] = {}
         self.unused_position_embeddings = None
         with torch.device("meta"):
             self.final_norm = make_norm(eps=NORM_EPS)
@@ -133,8 +142,11 @@ class DiffusionTransformer(nn.Module):
                 unused = torch.empty(config.max_sequence_length, width)
                 self.unused_position_embeddings = nn.Parameter(unused)
         self.added: frozenset[str] = frozenset()  # parameters and buffers of a subclass
-        # Whether training draws from torch's generators, as a subclass may.
-        self.uses_dropout = config.lora_dropout > 0 or type(self) is not DiffusionTransformer
+
+    @property
+    def uses_dropout(self) -> bool:
+        """Whether training draws from torch's generators, as a subclass may."""
+        return self.config.lora_dropout > 0 or type(self) is not DiffusionTransformer
 
     @property
     def dtype(self) -> torch.dtype:
@@ -146,8 +158,11 @@ class DiffusionTransformer(nn.Module):
 
     def use_kernels(self, kernels: BlockKernels) -> None:
         """Use `kernels` in the blocks and in the norms after them."""
+        if self.runtime.sparse is not None:
+            attend = partial(self.runtime.sparse.attend, backend=kernels.attention_backend)
+            kernels = replace(kernels, sparse_attention=attend)
         self.kernels = kernels
-        split = self.row_split
+        split = self.runtime.row_split
         for block in self.blocks:
             assert isinstance(block, Block), f"{type(block).__name__} among the blocks"
             block.kernels = kernels
@@ -157,10 +172,12 @@ class DiffusionTransformer(nn.Module):
                     module.kernels = kernels
 
     def use_sparse_attention(self, share: float | None) -> None:
-        """Leave a share of attention's blocks out (extensions/sparse/attention.py); None: dense attention.
-
-        Rows of video tokens then go through the blocks in the order of `block_order`.
-        """
+        """Leave a share of attention's blocks out; None: dense attention."""
+        if share is not None and self.runtime.sparse is None:
+            # attend: of q, k, v, num_text, share and backend; returns the attention, and the share of its mass
+            # that is kept. order: of grid, num_text and device; puts rows [B, S, M] in another order.
+            self.runtime.sparse = hook("sparse_attention")()
+            self.use_kernels(self.kernels)
         self.sparse_share = share
         for block in self.blocks:
             assert isinstance(block, Block), f"{type(block).__name__} among the blocks"
@@ -168,7 +185,7 @@ class DiffusionTransformer(nn.Module):
 
     def use_calls(self, calls: Sequence[BlockCall] | None) -> None:
         """Run these in place of the blocks in training mode, one for each; None: the blocks themselves."""
-        self.training_calls = calls
+        self.runtime.training_calls = calls
 
     def unused_parameter_names(self) -> list[str]:
         """Return the names of parameters that never get a gradient."""
@@ -221,8 +238,7 @@ class DiffusionTransformer(nn.Module):
 
         order = None  # row-major
         if self.sparse_share is not None:
-            key = (grid, num_text, latents.device)
-            order = self._orders.get(key) or self._orders.setdefault(key, RowOrder(*key))
+            order = self.runtime.sparse.order(grid, num_text, latents.device)
         hidden = self.embed(latents, text, condition_latents, grid)  # [B, S, M]
         conditioning = self.condition(timesteps, ofs)  # [B, time_embed_dim]
         rotation = None if self.rotary is None else self.rotary(grid)
@@ -279,13 +295,13 @@ class DiffusionTransformer(nn.Module):
         more: Sequence[Sequence[Tensor]] | None = None,
     ) -> Tensor:
         """hidden [B, S, M] -> [B, S, M]. more: further arguments of each block."""
-        calls = self.training_calls if self.training else None
-        split = self.row_split
+        calls = self.runtime.training_calls if self.training else None
+        split, source = self.runtime.row_split, self.runtime.source
         if split is not None:
             hidden, conditioning, num_text = split.split(hidden, conditioning, num_text)
         every: Iterable[BlockCall] = self.blocks if calls is None else calls
-        if self.block_source is not None:
-            every = self.block_source.around(every)
+        if source is not None:
+            every = source.around(every)
         for number, call in enumerate(every):
             others = () if more is None else more[number]
             hidden = call(hidden, conditioning, num_text, rotation, *others)

@@ -5,13 +5,14 @@
     attention_kept  keep attention's output and lse; recompute the rest
     full            keep only the block's input
 
-All policies give the same gradients, bit for bit where the kernels are deterministic. extensions/plan/ladder.py
-chooses for `auto`. With args.compile, pointwise and attention_kept run inside the compiled graph and
+All policies give the same gradients, bit for bit where the kernels are deterministic. For `auto`, train/phases.py
+asks an extension. With args.compile, pointwise and attention_kept run inside the compiled graph and
 guide the compiler's partitioner.
 """
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -21,7 +22,6 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 from torch.utils.checkpoint import (
@@ -30,11 +30,13 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
-import cogfast.extensions.memory.quantized_linear  # noqa: F401  registers _FROZEN
-from cogfast.extensions.memory.offloaded_activations import OffloadedActivations
+from cogfast.extensions.table import hook
 from cogfast.kernels.attention_backends import keeps_output
 from cogfast.model.block import Block
 from cogfast.model.transformer import BlockCall, DiffusionTransformer
+from cogfast.train.keys import TrainKeys
+
+logger = logging.getLogger(__name__)
 
 Keeps = Callable[..., bool]  # of an op and its arguments
 Policy = Literal["none", "attention_kept", "pointwise", "full"]
@@ -51,7 +53,6 @@ _aten = torch.ops.aten
 # Attention in plain PyTorch, which short sequences in half precision run on a CPU, has no op of its own.
 _PLAIN_ATTENTION = {_aten.bmm.default, _aten.baddbmm.default}
 _MATMULS = {_aten.mm.default, _aten.addmm.default, _aten.linear.default}
-_FROZEN = {torch.ops.cogfast.int8_linear.default, torch.ops.cogfast.fp8_linear.default}
 
 
 def _is_attention(op: Any, *args: Any) -> bool:
@@ -59,7 +60,10 @@ def _is_attention(op: Any, *args: Any) -> bool:
 
 
 def _is_product(op: Any, *args: Any) -> bool:
-    return _is_attention(op) or op in _FROZEN or (op in _MATMULS and not _is_low_rank(*args[-2:]))
+    if op in _MATMULS:
+        return not _is_low_rank(*args[-2:])
+    # Products with frozen weights are ops of our own, such as int8_linear.
+    return _is_attention(op) or (op.namespace == "cogfast" and op.name().endswith("_linear"))
 
 
 def _is_low_rank(a: Tensor, b: Tensor) -> bool:
@@ -157,7 +161,7 @@ def _tensors(args: Any) -> list[Tensor]:
     return [x for x in tree_leaves(args) if isinstance(x, Tensor)]
 
 
-def _contexts(
+def kept_contexts(
     keeps: Keeps, pack: Callable[[Tensor], Any] = _alias, unpack: Callable[[Any], Any] = lambda x: x
 ) -> tuple[_Keep, _Reuse]:
     """Return contexts for a checkpoint's forward pass and its recomputation."""
@@ -174,7 +178,9 @@ def _compiled_contexts(keeps: Keeps) -> tuple[Any, Any]:
     return create_selective_checkpoint_contexts(choose)
 
 
-def _options(policy: Policy, keep_rng: bool, contexts: Callable, *packing: Any) -> dict[str, Any]:
+def checkpoint_options(
+    policy: Policy, keep_rng: bool, contexts: Callable, *packing: Any
+) -> dict[str, Any]:
     """Return the options of a checkpoint. contexts: makes its contexts of what is kept, and packing."""
     # Only the non-reentrant version accepts a context_fn.
     options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": keep_rng}
@@ -186,7 +192,8 @@ def _options(policy: Policy, keep_rng: bool, contexts: Callable, *packing: Any) 
 @cache
 def _runner(policy: Policy, keep_rng: bool, is_compiled: bool) -> Callable[..., Tensor]:
     """Return a function of a block and its inputs. Blocks with one policy share it and its graphs."""
-    options = _options(policy, keep_rng, _compiled_contexts if is_compiled else _contexts)
+    contexts = _compiled_contexts if is_compiled else kept_contexts
+    options = checkpoint_options(policy, keep_rng, contexts)
     if not is_compiled or policy == "full":
         # full needs no graph of its own: it calls the compiled block twice.
         return partial(checkpoint, **options)
@@ -204,39 +211,42 @@ def block_call(
     return block if policy == "none" else partial(_runner(policy, keep_rng, is_compiled), block)
 
 
-def _offloading_call(
-    block: nn.Module, policy: Policy, number: int, keep_rng: bool, offload: OffloadedActivations
-) -> BlockCall:
-    """Return a call of a block under a policy that keeps activations in host memory."""
-
-    def call(hidden: Tensor, *others: Any) -> Tensor:
-        kept = offload.begin_block(number, hidden.shape[:2].numel())
-        options = _options(policy, keep_rng, _contexts, kept.pack, kept.unpack)
-        with saved_tensors_hooks(kept.pack, kept.unpack):  # the checkpoint saves the inputs by them
-            return checkpoint(block, hidden, *others, **options)
-
-    return call
-
-
 def apply_policies(
-    transformer: DiffusionTransformer,
-    policies: Sequence[Policy],
-    is_compiled: bool = False,
-    offload: OffloadedActivations | None = None,
+    transformer: DiffusionTransformer, policies: Sequence[Policy], is_compiled: bool = False
 ) -> None:
-    """Run each block under its policy while the transformer is in training mode.
-
-    offload: moves what the policies keep to host memory; no policy may be `none`, and is_compiled allows
-    `full` alone.
-    """
+    """Run each block under its policy while the transformer is in training mode."""
     keep_rng = transformer.uses_dropout  # no other op in a block uses random numbers
     pairs = zip(transformer.blocks, policies, strict=True)
-    if offload is None:
-        calls = [block_call(block, policy, keep_rng, is_compiled) for block, policy in pairs]
-    else:
-        assert not ({"none", *(_KEEPS if is_compiled else ())} & set(policies)), policies
-        calls = [_offloading_call(*pair, i, keep_rng, offload) for i, pair in enumerate(pairs)]
+    calls = [block_call(block, policy, keep_rng, is_compiled) for block, policy in pairs]
     transformer.use_calls(calls)
+
+
+def apply_checkpointing(
+    transformer: DiffusionTransformer,
+    args: TrainKeys,
+    device: torch.device,
+    chosen: tuple[Policy, ...] | None = None,
+) -> tuple[Policy, ...]:
+    """Run each block under the policy of args.activation_checkpointing; return the policies.
+
+    chosen: those of `auto`; None: the memory of the run cannot be predicted, and `auto` is full.
+    """
+    number, choice = len(transformer.blocks), args.activation_checkpointing
+    assert choice is not None, "the door chooses one"
+    policies = chosen or ("full" if choice == "auto" else choice,) * number
+    if chosen is not None:
+        logger.info("activation checkpointing: %s", describe(policies))
+    elif choice == "auto":
+        text = "activation checkpointing: %s, because the memory of the run cannot be predicted; "
+        more = "args.activation_checkpointing=attention_kept, pointwise or none keeps more"
+        logger.warning(text + more, describe(policies))
+    # (transformer, policies, device, is_compiled): runs the blocks so, and moves what they keep to host memory
+    offload = hook("offload_activations", args)
+    if offload is None:
+        apply_policies(transformer, policies, args.compile)
+    else:
+        offload(transformer, policies, device, args.compile)
+    return policies
 
 
 def describe(policies: Sequence[Policy]) -> str:

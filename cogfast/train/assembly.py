@@ -10,19 +10,19 @@ import re
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, TypeGuard
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils.data import Subset
 
+from cogfast.core.addresses import url_of
 from cogfast.core.component import Component
 from cogfast.core.values import KeyProblem, counted
 from cogfast.data.batches import BatchLoader
 from cogfast.data.datasets import CaptionedVideos, ListedVideos, SizedDataset
 from cogfast.data.global_order import GlobalOrder, shuffled
-from cogfast.data.sources.clip_list import FIND, FindOnce
 from cogfast.data.sources.folders import SourceError
 from cogfast.diffusion.denoiser import DiscreteDenoiser
 from cogfast.diffusion.loss import VideoDiffusionLoss
@@ -32,17 +32,16 @@ from cogfast.distributed.model_batches import ModelBatches
 from cogfast.distributed.parallelize import allocate, compile_blocks, find_shards, parallelize
 from cogfast.distributed.process_groups import ProcessGroups
 from cogfast.distributed.tensor_parallel import ParallelGroup
-from cogfast.extensions.memory.host_blocks import allocate_base, hold_base
-from cogfast.extensions.memory.quantized_base import holds_base
-from cogfast.extensions.stores.mirror import url_of
+from cogfast.distributed.zero_engine import ZeroEngine
+from cogfast.extensions.table import hooks
 from cogfast.model.autoencoder import FirstStage
 from cogfast.model.initialization import initialize
 from cogfast.model.keys import ModelKeys
-from cogfast.model.lora import is_lora_parameter
+from cogfast.model.lora import is_lora_parameter, without_adapters
 from cogfast.model.transformer import DiffusionTransformer, Network
 from cogfast.model.weights.load import LoadReport, load_adapters, load_transformer
 from cogfast.model.weights.shard import whole_shape
-from cogfast.train.frozen_encoders import NO_OVERRIDES, EncodeOverrides, FrozenParts
+from cogfast.train.frozen_encoders import FrozenParts
 from cogfast.train.keys import TrainKeys
 
 if TYPE_CHECKING:
@@ -76,12 +75,32 @@ def assemble_diffusion(
     return Diffusion(denoiser=denoiser.build(), loss=build(loss), sampler=build(sampler))
 
 
+def model_changes(
+    args: TrainKeys, tensor: ParallelGroup | None, context: ParallelGroup | None
+) -> list[Callable[[DiffusionTransformer], None]]:
+    """Return what changes a model that is built, with its adapters, on the meta device, in this order.
+
+    tensor, context: the tensor- and the context-parallel group.
+    """
+    changes: list[Callable] = [lambda model: model.use_sparse_attention(args.sparse_share)]
+    if tensor is not None:
+        changes.append(partial(parallelize, group=tensor, splits_rows=args.sequence_parallel))
+    # (transformer, args) -> None, such as weights in 8 bits
+    changes += [partial(change, args=args) for change in hooks("model_change", args)]
+    if context is not None:
+        changes.append(partial(split_context, group=context))
+    return changes
+
+
 def build_on_meta(
-    network: Network, args: TrainKeys, tensor: ParallelGroup | None
+    network: Network,
+    args: TrainKeys,
+    tensor: ParallelGroup | None = None,
+    context: ParallelGroup | None = None,
 ) -> DiffusionTransformer:
     """Build a rank's shard of the transformer, which takes no memory until `allocate`.
 
-    tensor: the tensor-parallel group.
+    tensor, context: as for `model_changes`.
     """
     with torch.device("meta"):
         transformer = network.build()
@@ -89,10 +108,8 @@ def build_on_meta(
     for name in transformer.unused_parameter_names():
         transformer.get_parameter(name).requires_grad_(False)
     transformer.to(DTYPES[args.precision])
-    transformer.use_sparse_attention(args.sparse_share)
-    if tensor is not None:
-        parallelize(transformer, tensor, args.sequence_parallel)
-    hold_base(transformer, args)
+    for change in model_changes(args, tensor, context):
+        change(transformer)
     return transformer
 
 
@@ -104,7 +121,7 @@ def frozen_to_keep(transformer: DiffusionTransformer) -> dict[str, nn.Parameter]
     parameters = dict(transformer.named_parameters())
     frozen = {n: p for n, p in parameters.items() if not p.requires_grad}
     # LoRA's base is left out, since it is in args.load; a few frozen tables are kept.
-    if holds_base(transformer):
+    if transformer.runtime.held:
         return {}
     num_frozen = sum(math.prod(whole_shape(p)) for p in frozen.values())
     num_trained = sum(math.prod(whole_shape(p)) for p in parameters.values()) - num_frozen
@@ -129,11 +146,12 @@ def assemble_transformer(
     (a LoRA run), args.load supplies the rest. ema: read the averaged copy of `weights`.
     allow_missing: accept an `args.load` that lacks tensors; these are initialized.
     """
-    transformer = build_on_meta(network, args, groups.tensor)
-    if groups.context is not None:
-        split_context(transformer, groups.context)
+    transformer = build_on_meta(network, args, groups.tensor, groups.context)
     allocate(transformer, groups.device)
-    held = allocate_base(transformer, groups.device)
+    # (transformer, device) -> {name: target} of the weights that are no parameters
+    for allocate_held in hooks("allocate_held", args):
+        transformer.runtime.held = allocate_held(transformer, groups.device)
+    held = transformer.runtime.held
     shards = find_shards(transformer)
     # Weights that no file has set: they are initialized below.
     kept = transformer.kept_buffers()
@@ -199,7 +217,6 @@ def assemble_encoder(
     transformer: DiffusionTransformer,
     groups: ProcessGroups,
     before_clips: Callable[[FirstStage, Tensor], None] = lambda stage, clips: None,
-    overrides: EncodeOverrides = NO_OVERRIDES,
     tensors: Iterable[str] = (),
 ) -> Encoder:
     from cogfast.train.encode import Encoder  # which --dry-run does not need
@@ -227,7 +244,7 @@ def assemble_encoder(
         tensors=tuple(tensors),
         broadcast_within_model=groups.broadcast_tensor_in_model,
         before_clips=before_clips,
-        overrides=overrides,
+        overrides=frozen.overrides,
         device=device if device.type != "cpu" else None,
         is_brief=args.offload_encoders,
     )
@@ -260,8 +277,9 @@ def assemble_datasets(
     each rank. Without args.valid_data, validation uses the manifest rows of split `valid`, or else a fraction of
     the training data (args.split).
     """
-    find_once = (lambda find: find()) if groups is None else groups.on_main
-    build = partial(_dataset, data, find_once=find_once, inputs=inputs, is_masked=is_masked)
+    if data is not None and groups is not None and _is_listed_by_cogfast(data.kind):
+        data = dataclasses.replace(data, kind=partial(data.kind.listed_by, groups.on_main))
+    build = partial(_dataset, data, inputs=inputs, is_masked=is_masked)
     whole = build(args.key("train_data"), args.train_data)
     if args.train_data_weights is not None:
         if not isinstance(whole, CaptionedVideos):
@@ -302,11 +320,18 @@ def _each_once(dataset: SizedDataset, args: TrainKeys) -> SizedDataset:
     return dataset.with_clips(dataclasses.replace(dataset.clips, weights=weights))
 
 
+def _is_listed_by_cogfast(kind: Any) -> TypeGuard[type[ListedVideos]]:
+    """Return whether a class lists its samples by a `find` of cogfast's. One of a user's own may keep values in its
+    data set, so that each rank calls it."""
+    if not (isinstance(kind, type) and issubclass(kind, ListedVideos)):
+        return False
+    return kind.find.__module__ == ListedVideos.__module__
+
+
 def _dataset(
     data: Component | None,
     key: str,
     sources: Sequence[str],
-    find_once: FindOnce,
     inputs: Sequence[str],
     is_masked: bool,
 ) -> SizedDataset:
@@ -318,9 +343,6 @@ def _dataset(
     twice = next((source for source in sources if sources.count(source) > 1), None)
     if twice is not None:
         logger.warning("%s lists %s more than once; its samples are repeated", key, twice)
-    # A `find` of a user's own may build data sets of cogfast's, or keep values in its own.
-    is_own = getattr(getattr(data.kind, "find", None), "__module__", "") == ListedVideos.__module__
-    before = FIND.set(find_once if is_own else lambda find: find())
     try:
         made = data.build(data_dir=list(sources))
         return _with_others(made, key, inputs, is_masked)
@@ -330,8 +352,6 @@ def _dataset(
         if isinstance(cause, SourceError):
             raise KeyProblem(key, f"{key}={cause}") from None
         raise ValueError(str(error)) from error  # of a user's own class, whose file is not to blame
-    finally:
-        FIND.reset(before)
 
 
 def _with_others(
@@ -380,7 +400,7 @@ def check_prior(
     if num_prior == len(dataset):
         text = "args.train_data: all samples have prior: true, so that nothing is learned"
         raise ValueError(f"{text}; add samples without it")
-    names = (n for n, p in build_on_meta(network, args, None).named_parameters() if p.requires_grad)
+    names = (n for n, p in build_on_meta(network, args).named_parameters() if p.requires_grad)
     if all(map(is_lora_parameter, names)):
         return
     having = counted(num_prior, "sample has", "samples have")
@@ -437,3 +457,31 @@ def assemble_batches(
             max_bad_fraction=args.max_bad_fraction,
         )
     return ModelBatches(loader, groups, url_of(folder) is not None)
+
+
+def prior_samples(
+    batch: dict, dataset: SizedDataset, engine: ZeroEngine, groups: ProcessGroups
+) -> Tensor | None:
+    """Return which samples [B] have the base model's own estimate as target; None if it is not needed.
+
+    Ranks of one model have the same samples. Under ZeRO-3 all ranks run each micro-batch together.
+    """
+    if not isinstance(dataset, CaptionedVideos) or dataset.clips.prior is None:
+        return None
+    is_prior = batch["prior"]  # a list, so that the decision waits for no device
+    if not any(is_prior) and engine.stage < 3:
+        return None
+    return torch.tensor(is_prior).to(groups.device, non_blocking=True)
+
+
+@torch.no_grad()
+def estimate_by_base(engine: ZeroEngine, predict: Callable[[], Tensor]) -> Tensor:
+    """Return what `predict` returns of the model without its adapters, [B, C, T, h, w]."""
+    transformer = engine.transformer
+    # Evaluation mode leaves out activation checkpointing, which a pass without gradients has no use for.
+    is_training = transformer.training
+    transformer.eval()
+    with without_adapters(transformer):
+        estimate = predict()
+    transformer.train(is_training)
+    return estimate

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from cogfast.core.device_memory import HostWeights
 from cogfast.core.shapes import PatchSize, num_latent_frames, num_pixel_frames, pad_latent_frames
 from cogfast.core.slot_random import SlotRandom, random_bits
 from cogfast.data.batches import in_unit_range
@@ -29,10 +30,8 @@ from cogfast.extensions.conditions.inpainting import (
     noised_masked_pixels,
     random_masks,
 )
-from cogfast.extensions.formats.image_scale import scale_of
-from cogfast.extensions.memory.host_memory import HostWeights
 from cogfast.model.autoencoder import FirstStage, Moments
-from cogfast.model.keys import ModelKeys
+from cogfast.model.keys import ModelKeys, scale_of
 from cogfast.model.text_encoder import TextEncoder
 from cogfast.train.frozen_encoders import NO_OVERRIDES, EncodeOverrides
 
@@ -81,8 +80,8 @@ class Encoder:
         self.patch, self.conditions, self.tensors = patch, model.inputs, tensors
         self.image_scale = scale_of(model.image_latent_scale, model.scale_factor)
         self.given_frames = GivenFrames.parse(model.given_frames)
-        self.dropouts = dict.fromkeys(model.inputs, model.condition_dropout)
-        self.dropouts["image"], self.text_dropout = model.noised_image_dropout, text_dropout
+        self.dropouts: dict[str, float] = dict.fromkeys(model.inputs, model.condition_dropout)
+        self.dropouts |= {"image": model.noised_image_dropout, "text": text_dropout}
         self._before_clips = before_clips
         self._broadcast_within_model = broadcast_within_model
         self.overrides = overrides
@@ -148,9 +147,9 @@ class Encoder:
             if has_dropout and self.dropouts[name] > 0:
                 values = _dropped(values, rng.uniform(f"{name}_dropout") < self.dropouts[name])
             found.append(values)
-        if has_dropout and self.text_dropout > 0:
+        if has_dropout and self.dropouts["text"] > 0:
             # Drawn by the slot in the global batch: the same on every parallel layout.
-            text = _dropped(text, rng.uniform("text_dropout") < self.text_dropout)
+            text = _dropped(text, rng.uniform("text_dropout") < self.dropouts["text"])
         tensors = {name: batch[name] for name in self.tensors}
         return latents, Conditioning(text, join_conditions(found), tensors=tensors)
 

@@ -13,15 +13,6 @@ from cogfast.core.slot_random import SlotRandom
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class FrozenParts:
-    """The classes of the frozen encoders with their arguments; None: left out. text_dropout: share of captions to drop."""
-
-    first_stage: Component | None
-    text_encoder: Component | None
-    text_dropout: float = 0.0
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
 class EncodeOverrides:
     """Functions that encode clips and captions in place of the frozen encoders; None: the encoders do.
 
@@ -37,3 +28,13 @@ class EncodeOverrides:
 
 
 NO_OVERRIDES = EncodeOverrides()
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class FrozenParts:
+    """The classes of the frozen encoders with their arguments; None: left out. text_dropout: share of captions to drop."""
+
+    first_stage: Component | None
+    text_encoder: Component | None
+    text_dropout: float = 0.0
+    overrides: EncodeOverrides = NO_OVERRIDES

@@ -14,6 +14,7 @@ from torch import nn
 from cogfast.config.components import OWN_OPTIMIZERS, instantiate, own_optimizer
 from cogfast.config.yaml_files import to_dict
 from cogfast.distributed.parallelize import find_shards
+from cogfast.extensions.table import hooks
 from cogfast.kernels.block_kernels import KernelChoice
 from cogfast.kernels.fused_ema_adam import FusedEmaAdam
 from cogfast.train.keys import TrainKeys
@@ -86,16 +87,15 @@ def build_optimizer(
     groups: list[dict],
     kernels: KernelChoice = "triton",
     allow_import: Sequence[str] = (),
-    moments: str = "fp32",
-    ema_device: str = "device",
     lr: float | None = None,
+    args: TrainKeys | None = None,
 ) -> torch.optim.Optimizer:
     """Build the optimizer of `deepspeed.optimizer` {type, params} for parameter groups.
 
     type: FusedEmaAdam under SAT's or cogfast's path; "Prodigy"; "Muon"; DeepSpeed's "Adam" (decoupled weight decay
     unless adam_w_mode is false) and "AdamW"; torch.optim.X; or a class of a package in allow_import.
-    kernels: "triton" or "torch" implementation of FusedEmaAdam on a GPU. moments, ema_device:
-    args.optimizer_moments and args.ema_device. lr: args.lr, for classes that need one; steps set it.
+    kernels: "triton" or "torch" implementation of FusedEmaAdam on a GPU. lr: args.lr, for classes that need
+    one; steps set it. args: what extensions change, such as where the EMA is; None: nothing.
     """
     kind = section.get("type", "sat.ops.FusedEmaAdam")
     # A copy, since keys are removed below.
@@ -117,22 +117,11 @@ def build_optimizer(
         params.setdefault("fused", True)
     kind = OWN_OPTIMIZERS.get(kind.lower(), kind)
     optimizer = instantiate({"target": kind, "params": params}, allow_import, params=groups)
-    has_ema, has_codes = isinstance(optimizer, FusedEmaAdam), type(optimizer) is FusedEmaAdam
-    asked = (
-        ("optimizer_moments", moments, moments == "8bit" and not has_codes),
-        ("ema_device", ema_device, ema_device == "cpu" and not has_ema),
-    )
-    for key, value, is_unsupported in asked:
-        if is_unsupported:
-            text = f"args.{key}={value} is for deepspeed.optimizer.type=sat.ops.FusedEmaAdam, not {section['type']}"
-            raise ValueError(f"{text}; use that type, or leave the key out")
     if isinstance(optimizer, FusedEmaAdam):
         optimizer.kernels = kernels
-        optimizer.has_8bit_moments = moments == "8bit"
-        if ema_device == "cpu":
-            from cogfast.extensions.memory.host_ema import HostEma
-
-            optimizer.other_ema = HostEma(kernels)
+    # (optimizer, args, type of the section) -> None
+    for change in [] if args is None else hooks("optimizer_state", args):
+        change(optimizer, args, section.get("type", kind))
     return optimizer
 
 

@@ -10,7 +10,6 @@ from typing import Any
 
 from torch import Tensor
 
-from cogfast.config.sat_unused import POSITION_KEY
 from cogfast.core.shapes import (
     SPATIAL_COMPRESSION,
     TEMPORAL_COMPRESSION,
@@ -19,7 +18,7 @@ from cogfast.core.shapes import (
     num_latent_frames,
     num_pixel_frames,
 )
-from cogfast.core.values import KeyProblem, select
+from cogfast.core.values import KeyProblem
 from cogfast.data.video.clip import checked_batches, checked_buckets, checked_size
 from cogfast.model.config import COGVIDEOX_5B, TransformerConfig, inpainting_channels
 from cogfast.train.keys import TrainKeys
@@ -128,24 +127,6 @@ def warn_of_pipeline_positions(data: Mapping[str, Any], model: TransformerConfig
             "positions of all sizes except its own (an export of a run with one size has that size). "
             "To train with rescaled positions, set pos_embed_config.params.positions: pipeline",
             shown + ", ..." * (len(sizes) > 4),
-        )
-
-
-def warn_of_other_positions(
-    model: TransformerConfig, sizes: Sequence[LatentSize], manifest: dict[str, Any]
-) -> None:
-    """Warn if videos of these sizes have different positions than in the run of `manifest`."""
-    # The manifest has the run's YAML as plain mappings; a run before the key existed lacks it.
-    found = select(manifest.get("config"), f"{POSITION_KEY}.positions")
-    trained: Any = "pipeline" if found == "pipeline" else "integer"
-    as_trained = dataclasses.replace(model, rotary_positions=trained)
-    if len({has_pipeline_positions(one, sizes) for one in (model, as_trained)}) > 1:
-        logger.warning(
-            "%s.positions=%s, but the run was trained with %s: the model was not trained with these "
-            "positions at this size; set the key as in the run",
-            POSITION_KEY,
-            model.rotary_positions,
-            trained,
         )
 
 

@@ -9,7 +9,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from cogfast.__main__ import main
-from cogfast.cli.option_table import Group, comments_of, groups, render
+from cogfast.cli.option_table import Group, comments_of, groups
 from cogfast.cli.options import parse_train
 from cogfast.core.values import show
 from cogfast.data.datasets import ListedVideos
@@ -53,7 +53,7 @@ def test_our_files_name_the_schema():
         assert first == f"# yaml-language-server: $schema={SCHEMA.name}", file.name
 
 
-def test_every_key_has_a_line_with_type_default_and_meaning(table):
+def test_every_key_has_a_meaning(table):
     rows = {option.key: option for group in table for option in group.options}
     assert not [key for key, option in rows.items() if not option.meaning]
     fields = {"args": TrainKeys.model_fields, "model": ModelKeys.model_fields}
@@ -61,11 +61,6 @@ def test_every_key_has_a_line_with_type_default_and_meaning(table):
     for where, names in fields.items():
         assert {f"{where}.{name}" for name in names} <= rows.keys()
     assert {"hidden_size", "lora_alpha"} <= rows.keys()
-    text = render(table)
-    assert "- `args.keep_last` (a whole number >= 0; default `2`): number of latest" in text
-    assert "- `args.epochs` (a whole number >= 1 or null; default `null`): " in text
-    row = "- `hidden_size_head` (a whole number from 1 to 65536; required): width of a head"
-    assert row in text
 
 
 def test_a_parameter_without_a_comment_has_no_meaning(tmp_path, monkeypatch):

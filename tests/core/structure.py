@@ -32,6 +32,7 @@ COMPUTED = {
     "config/__init__.py",
     "config/components.py",
     "extensions/doctor/doctor.py",
+    "extensions/table.py",
     "finetune/__init__.py",
     "kernels/gpu/flash_attn.py",
     "kernels/torch_library.py",

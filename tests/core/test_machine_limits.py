@@ -93,7 +93,7 @@ def read_all(reads: Reads) -> int:
     with pytest.raises(
         RuntimeError, match=r"at or after sample \d+; if memory, .*\(ulimit -n\) ran"
     ):
-        list(read_ahead(reads, range(50), dali=None, num_workers=1, prefetch_factor=8))
+        list(read_ahead(reads, range(50), reader=None, num_workers=1, prefetch_factor=8))
     return 0
 
 
@@ -113,4 +113,4 @@ def test_a_reading_process_that_cannot_send_ends(kind: type[Reads]) -> None:
 
 def test_a_full_shared_memory_names_the_batch() -> None:
     with pytest.raises(RuntimeError, match="^batches cannot be read .* after sample 0: /dev/shm, "):
-        next(read_ahead(Full(), range(2), dali=None, num_workers=0, prefetch_factor=1))
+        next(read_ahead(Full(), range(2), reader=None, num_workers=0, prefetch_factor=1))

@@ -9,8 +9,8 @@ from functools import partial
 # Calls in a step with a log line after which the host waits for the device -> their reason. A step
 # without one has no such call.
 LOGGING_WAITS = {
-    "cudaStreamSynchronize in cogfast/train/watchers/metrics.py:_log": "one read of all numbers",
-    "copy to pageable memory in cogfast/train/watchers/metrics.py:_log": "the same read",
+    "cudaStreamSynchronize in cogfast/train/watchers/metrics.py:_read": "one read of all numbers",
+    "copy to pageable memory in cogfast/train/watchers/metrics.py:_read": "the same read",
 }
 # With overlap_comm, at the end of a backward pass, unless the step is cogfast's
 _OVERLAP_WAIT = "cudaDeviceSynchronize in deepspeed/accelerator/cuda_accelerator.py:synchronize"

@@ -16,7 +16,7 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from cogfast.extensions.memory.host_memory import host_buffer
+from cogfast.core.device_memory import host_buffer
 from cogfast.kernels.gpu.launch import jit
 from tests.cuda.null_device import Counters
 from tests.cuda.stream_check import StreamCheck

@@ -36,6 +36,8 @@ from cogfast.distributed.fused_step import DeviceLossScaler, reason_for_stock_st
 from cogfast.distributed.process_groups import ModelParallelUnit, ProcessGroups, start_processes
 from cogfast.distributed.zero_engine import ZeroEngine
 from cogfast.kernels.fused_ema_adam import FusedEmaAdam
+from cogfast.model.transformer import BlockRuntime
+from cogfast.train.checkpoint.folder import CheckpointFolder
 from cogfast.train.checkpoint.write import CheckpointWriter
 from cogfast.train.optimizer import parameter_groups
 from cogfast.train.watchers.nonfinite import check_skipped
@@ -110,6 +112,7 @@ class Network(nn.Module):
         self.middle = nn.Linear(37, 37)
         self.unused = nn.Parameter(torch.ones(7, 3))
         self.blocks = nn.ModuleList()  # where checkpoints look for a frozen base
+        self.runtime = BlockRuntime()
 
     def forward(self, x: Tensor) -> Tensor:
         return self.last(self.middle(self.norm(torch.tanh(self.first(x)))))
@@ -264,7 +267,7 @@ def eventful_run(case: Case, waits: bool, groups: ProcessGroups, folder: Path) -
     """Run evaluations and a save right after steps. waits: wait for the weights after each step."""
     engine, found = make(case, False), {}
     x = torch.linspace(-1, 1, 13).to(next(engine.transformer.parameters()).dtype)
-    writer = CheckpointWriter(folder, engine, groups, keep_last=1)
+    writer = CheckpointWriter(CheckpointFolder(folder, "cogfast", groups), engine, keep_last=1)
     for step in range(STEPS):
         for i in range(case.accumulation):
             micro_batch(engine, step, i, step == BAD_STEP)

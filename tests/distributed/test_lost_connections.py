@@ -148,8 +148,8 @@ from datetime import timedelta
 import torch.distributed as dist
 from cogfast.distributed import lost_ranks
 from cogfast.distributed.process_groups import start_processes
-lost_ranks._BETWEEN_BEATS, lost_ranks._SILENCE = 0.1, timedelta(seconds=2)
-lost_ranks._PATIENCE = timedelta(seconds=2)
+lost_ranks._BETWEEN_BEATS, lost_ranks.SILENCE = 0.1, timedelta(seconds=2)
+lost_ranks.PATIENCE = timedelta(seconds=2)
 groups = start_processes()
 if groups.rank == int(sys.argv[1]):
     time.sleep(3)  # work for which the other rank waits
@@ -202,9 +202,11 @@ import os, signal, sys, time
 from datetime import timedelta
 from cogfast.distributed import lost_ranks
 from cogfast.distributed.process_groups import start_processes
-lost_ranks._BETWEEN_BEATS = lost_ranks._BETWEEN_QUESTIONS = 0.1
-lost_ranks._SILENCE = lost_ranks._PATIENCE = timedelta(seconds=1)
-launch = lost_ranks.Launch.join()
+from cogfast.extensions.elastic import ranks
+lost_ranks._BETWEEN_BEATS = ranks._BETWEEN_QUESTIONS = 0.1
+for module in (lost_ranks, ranks):
+    module.SILENCE = module.PATIENCE = timedelta(seconds=1)
+launch = ranks.Ranks.join()
 os.environ["WORLD_SIZE"] = "2"  # ranks 2 and 3 idle
 groups = start_processes(launch=launch) if launch.rank < 2 else None
 if launch.rank == int(sys.argv[1]):

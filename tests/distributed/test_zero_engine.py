@@ -236,7 +236,7 @@ def test_steps_between_logging_never_wait_for_the_device(
     seen = [where for where in waits.seen if where not in (first, last)]
     lines = [where for where in seen if where == "tolist in metrics.py _log"]
     assert len(lines) == 1  # of step 6, the last
-    saving = ("checkpoint", "in write.py", "safetensors", "tensor_files", "tensorboard", "trackers")
+    saving = ("checkpoint", "in snapshot", "safetensors", "tensor_files", "tensorboard", "trackers")
     assert [w for w in seen if w not in lines and not any(s in w for s in saving)] == []
 
 

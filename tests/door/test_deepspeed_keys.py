@@ -10,8 +10,6 @@ from omegaconf import OmegaConf
 from cogfast.config import Config, load_config
 from cogfast.config.yaml_files import to_dict
 from cogfast.distributed.zero_engine import deepspeed_config
-from cogfast.train.preflight.mesh import check_global_batch
-from tests.support.refusals import assert_refused
 from tests.support.tiny_run import ROOT
 
 # The sections of zero2_offload.yaml and zero3.yaml of CogVideo's trainer.
@@ -110,13 +108,6 @@ def test_a_precision_of_auto_is_that_of_args(words: list[str], precision: str) -
     config = filled(*words, *autos)
     assert config.run.args.precision == precision
     assert to_dict(config.deepspeed)["fp16"] == {"loss_scale": 0}
-
-
-def test_a_global_batch_that_the_ranks_do_not_fill_is_refused() -> None:
-    config = filled("deepspeed.train_batch_size=4")
-    args = config.run.args
-    line = "deepspeed.train_batch_size=4 does not fit 8 data-parallel ranks: train_micro_batch_s"
-    assert_refused(lambda: check_global_batch(args, to_dict(config.deepspeed), world_size=8), line)
 
 
 # A value of args that the files' deepspeed section contradicts, and the key of the section

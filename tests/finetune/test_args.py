@@ -124,12 +124,6 @@ def test_python_gives_values_or_text():
     assert Args(**few).output_dir.parent == Path("train_results")
 
 
-def test_paths_are_of_this_machine():
-    for name in (name for name in sorted(PATHS) if "column" not in name):
-        line = f"--{name} s3://b/x: must be a path of this machine"
-        assert_refused(lambda name=name: Args(**NEEDED | {name: "s3://b/x"}), line)
-
-
 @pytest.mark.parametrize("name", [name for name, row in SHELL.items() if row[0] is bool])
 def test_boolean_options_read_true_and_false(name):
     """Upstream's type=bool takes every word for true."""

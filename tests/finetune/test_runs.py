@@ -125,7 +125,7 @@ def test_20_steps_are_those_of_adamw_on_diffusers_with_peft(run_options, pipelin
             if not seen:
                 copy_adapters(run.engine.transformer, trained)
             assert self.lr_scheduler.get_last_lr() == schedule.get_last_lr()
-            rng = SlotRandom(self.args.seed, run.step, batch["slots"], run.parts.global_batch)
+            rng = SlotRandom(self.args.seed, run.step, batch["slots"], run.parts.data.global_batch)
             latents, given = run.encoder(dict(batch), rng)
             idx = run.diffusion.loss.sigma_sampler.sample(rng)
             noise = rng.normal("noise", latents.shape)

@@ -11,7 +11,8 @@ from cogfast.__main__ import main
 from cogfast.config.yaml_files import to_dict
 from cogfast.core.keys import find_origin
 from cogfast.door.merged_config import Config
-from cogfast.extensions.plan.text import describe_plan
+from cogfast.extensions.plan.command import describe_plan
+from cogfast.extensions.sample.next_commands import log_commands
 from cogfast.finetune import get_model_cls, register
 from cogfast.finetune.registry import BUILT_IN, SUPPORTED_MODELS
 from cogfast.finetune.schemas import PLACEHOLDER, Args
@@ -19,7 +20,7 @@ from cogfast.finetune.trainer import Trainer
 from cogfast.finetune.translate import notices, translate
 from cogfast.train.optimizer import build_optimizer, warn_of_rate
 from cogfast.train.preflight.check import check_train
-from cogfast.train.run.terminal import log_commands, resume_words
+from cogfast.train.run.terminal import resume_words
 from cogfast.train.video_size import sampled_size
 from tests.extensions.prodigy_muon.test_optimizers import gradient, prodigy_by_the_paper
 from tests.finetune.conftest import KINDS, words

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 import yaml
 
-from cogfast.data.video.writer import write_video
+from cogfast.extensions.sample.writer import write_video
 from cogfast.model.weights.run_checkpoint import open_run
 from scripts.quickstart_wavelet import fit_wavelet, save_wavelet
 from tests.support.ranks.forked import ROOT, Forked, run_forked

@@ -191,7 +191,7 @@ def test_kept_bytes_are_those_of_the_trace(kind: str) -> None:
     for policy in POLICIES:
         apply_policies(transformer, [policy] * 2)
         with launchers_on_cpu(runs_kernels=False), Storages(weights) as storages:
-            out = transformer.training_calls[0](hidden * 1, *others)
+            out = transformer.runtime.training_calls[0](hidden * 1, *others)
         # Beside the next block's input; the trace has that, without the block's own.
         kept = storages.num_bytes() - out.nbytes
         traced = trace_block(meta, 1, (1, hidden.shape[1]), policy)

@@ -8,9 +8,10 @@ import pytest
 import torch
 
 from cogfast.extensions.cache.command import cache_latents
-from cogfast.extensions.cache.encode_choice import largest_clips
-from cogfast.extensions.plan.trace import train_flops
+from cogfast.extensions.plan.memory import setup_of
 from cogfast.train.preflight.check import check_train
+from cogfast.train.preflight.encode_choice import largest_clips
+from cogfast.train.watchers.model_flops import train_flops
 from tests.support.refusals import Refusal, assert_refused, refusals
 from tests.support.runs import Run
 from tests.support.tiny_run import write_clips
@@ -67,7 +68,7 @@ def test_a_run_on_buckets_resumes_exactly(run: Run, tmp_path: Path, log) -> None
     assert "the data set has changed" not in log.text
 
     # Tokens and FLOPs of a line are those of the bucket of its step.
-    order, model = straight.order, straight.engine.transformer.config
+    order, model = straight.parts.data.order, straight.engine.transformer.config
     assert len({order.bucket(step) for step in range(9)}) == 3
     for line in whole.lines:
         tokens = TOKENS[order.bucket(line["step"] - 1)]
@@ -75,9 +76,9 @@ def test_a_run_on_buckets_resumes_exactly(run: Run, tmp_path: Path, log) -> None
         assert per_sample == pytest.approx(tokens, rel=1e-6)
         flops = line["model_tflops"] * 1e12 / line["samples_per_s"]
         assert flops == pytest.approx(train_flops(model, tokens), rel=1e-6)
-    assert straight.size.latents.num_frames == 9 and straight.size.latents.height == 4
-    setup = straight.parts.memory.setup
-    assert setup is not None and setup.size.num_tokens(model) == max(TOKENS)
+    assert straight.parts.size.latents.num_frames == 9 and straight.parts.size.latents.height == 4
+    setup = setup_of(straight.parts.launch.run, 1)
+    assert setup.size.num_tokens(model) == max(TOKENS)
 
     weighted = run.with_words(f"args.resume={part.path}", "args.train_data_weights=[2]")
     weighted.trainer("args.accept_changes=true")
@@ -103,7 +104,7 @@ def test_buckets_and_weights_from_a_cache(run: Run, tmp_path: Path) -> None:
 def test_epochs_count_weights_and_buckets(run: Run) -> None:
     trainer = run.with_args(epochs=2, train_iters=None, train_data_weights=[0.5]).trainer()
     # 6 x 0.5, 5 x 0.75 and 3 x 0.75, rounded, twice, in steps of 4
-    assert trainer.order.epoch_size == 3 + 4 + 2 and trainer.num_steps == 2 + 2 + 1
+    assert trainer.parts.data.order.epoch_size == 3 + 4 + 2 and trainer.num_steps == 2 + 2 + 1
     assert len(trainer.datasets.train) == 15 and len(trainer.datasets.valid) == 5
 
 

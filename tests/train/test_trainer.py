@@ -267,8 +267,8 @@ def test_a_tensor_without_gradient_is_named(run: Run) -> None:
     run.train(steps=1)
     # After one step the modulation is still zero, which is refused unless training is forced.
     trainer = run.with_lora(2).trainer(f"args.load={run.path}", "args.force_train=true")
-    trainer.parts.gradient_check.waiting.add("blocks.9.attention.qkv.matrix_A.0")
-    trainer.parts.gradient_check.num_trainable += 1
+    trainer.parts.model.gradient_check.waiting.add("blocks.9.attention.qkv.matrix_A.0")
+    trainer.parts.model.gradient_check.num_trainable += 1
     line = "no gradient in step 1 for 1 of 17 LoRA tensors<...>blocks.9"
     assert_refused(trainer.train, line, RuntimeError)
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextvars import ContextVar
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from itertools import chain, pairwise
 from typing import Any
@@ -50,6 +49,9 @@ class PackedStrings(Sequence[str]):
         return text.decode("utf-8", "surrogatepass")
 
 
+MEMBER = "::"  # separates the name of a shard from that of its member
+_MOST_BYTES = 2**30  # of a member, which is read into memory as a whole
+Member = tuple[int, int]  # where a file lies in its shard: offset and bytes
 SPLITS = ("train", "valid", "test")
 OTHER_VIDEOS = ("control", "mask")  # that a sample may have beside its clip
 TYPES = ("", "video", "image")  # what a manifest says that a file is
@@ -105,7 +107,7 @@ class ClipList:
         names = [each.name for each in fields(self) if each.name not in ("others", "versions")]
         return {name: getattr(self, name) for name in names}
 
-    def local(self, name: str, part: tuple[int, int] | None = None) -> str:
+    def local(self, name: str, part: Member | None = None) -> str:
         """Return the path of a file of this machine with the content of a file, or of (start, bytes) of it;
         BadSample if its store does not give it, or it has changed since the run began."""
         if not store.is_url(name):
@@ -121,7 +123,7 @@ class ClipList:
             kind = Unavailable if isinstance(error, store.StoreError) else BadSample
             raise kind(name, str(error)) from None
 
-    def fetch(self, name: str, part: tuple[int, int] | None = None) -> None:
+    def prefetch(self, name: str, part: Member | None = None) -> None:
         """Call `local`, ahead of its use; the next call of it for this file raises its error."""
         self.versions.given_up.pop((name, part), None)
         try:
@@ -129,6 +131,25 @@ class ClipList:
         except BadSample as error:
             if error.reason.startswith(name):  # not an error of the local cache
                 self.versions.given_up[name, part] = error
+
+    def read_member(self, file: str, member: Member) -> bytes:
+        """Read a file that is a member of a shard, SHARD::NAME; BadSample if that fails."""
+        offset, size = member
+        if size > _MOST_BYTES:
+            raise BadSample(file, f"a member of {size} bytes; at most {_MOST_BYTES} are supported")
+        try:
+            shard = file.partition(MEMBER)[0]
+            if store.is_url(shard):
+                data = store.read(self.local(shard, member))
+            else:
+                data = store.read(shard, offset, size)
+        except BadSample as error:
+            raise type(error)(file, f"the shard cannot be read ({error.reason})") from None
+        except OSError as error:
+            raise BadSample(file, f"the shard cannot be read ({str(error)[:200]})") from None
+        if len(data) < size:
+            raise BadSample(file, f"the shard ends early: {len(data)} of {size} bytes are there")
+        return data
 
     @property
     def largest_copy(self) -> int:
@@ -153,12 +174,17 @@ class ClipList:
         return self.take(np.flatnonzero(self.splits == SPLITS.index(name)))
 
 
-def place_of(files: ClipList | OtherFiles, index: int) -> tuple[int, int] | None:
-    """Offset and bytes of a sample's file in its shard; None if it is a file of its own."""
+def member_of(files: ClipList | OtherFiles, index: int) -> Member | None:
+    """Return where a sample's file lies in its shard; None if it is a file of its own."""
     if files.places is None or files.places[index, 0] < 0:
         return None
     offset, size = files.places[index].tolist()
     return offset, size
+
+
+def file_of(name: str, member: Sequence[int] | None) -> str:
+    """Return the file that holds a sample's file: the shard of a member, SHARD::NAME, else the file itself."""
+    return name.partition(MEMBER)[0] if member else name
 
 
 def join(lists: Sequence[ClipList]) -> ClipList:
@@ -186,9 +212,3 @@ def _joined(name: str, parts: Sequence[Any], sizes: Sequence[int]) -> Any:
         return PackedStrings(chain.from_iterable(part or [""] * size for part, size in pairs))
     none = lambda size: np.full((size, *like.shape[1:]), _NONE.get(name, 0), like.dtype)
     return np.concatenate([none(size) if part is None else part for part, size in pairs])
-
-
-# Data sets call it to list their samples. It may be ProcessGroups.on_main while one is made, so that one
-# rank lists the files for all.
-FindOnce = Callable[[Callable[[], list[ClipList]]], list[ClipList]]
-FIND: ContextVar[FindOnce] = ContextVar("find", default=lambda find: find())

@@ -24,7 +24,7 @@ import cogfast.extensions.stores.store as store
 from cogfast.core.addresses import distinct
 from cogfast.data.bad_samples import BadSample
 from cogfast.data.clip_notes import NOTES
-from cogfast.data.sources.clip_list import ClipList, place_of
+from cogfast.data.sources.clip_list import MEMBER, ClipList, file_of, member_of
 from cogfast.data.sources.file_index import FileIndex, to_lines, user_index
 from cogfast.data.video.picture import holds_picture, picture_size
 from cogfast.data.video.reader import (
@@ -38,7 +38,6 @@ from cogfast.data.video.reader import (
     video_stream,
 )
 from cogfast.extensions.stores.store import StoreError
-from cogfast.extensions.tar.tar_shards import MEMBER, open_member
 
 if TYPE_CHECKING:
     import av
@@ -94,17 +93,16 @@ class _Scan:
         return len(self._left)
 
     def _look_up(self, sample: int) -> None:
-        name, place = self._clips.files[sample], place_of(self._clips, sample)
+        name, member = self._clips.files[sample], member_of(self._clips, sample)
         known_as = self._known_as(name)
         if not name or (self._trusts and self._take(name, self.index.last(known_as))):
             return
-        shard = self._version(name.partition(MEMBER)[0]) if place else None
-        stamp = shard or _version(self._clips, name)
+        stamp = self._version(file_of(name, member)) if member else _version(self._clips, name)
         if isinstance(stamp, Header):
             self._found[name] = stamp
             return
         # Members of a shard share its version; the offset tells them apart.
-        stamp += f"-{place[0]}" if place else ""
+        stamp += f"-{member[0]}" if member else ""
         if not self._take(name, self.index.get(known_as, stamp)):
             self._left[name] = sample, stamp
 
@@ -206,18 +204,18 @@ def _version(clips: ClipList, file: str) -> str | Header:
 
 
 def _probe(clips: ClipList, index: int) -> Header:
-    name, place = clips.files[index], place_of(clips, index)
-    file = name if place is None else name.partition(MEMBER)[0]
+    name, member = clips.files[index], member_of(clips, index)
+    file = file_of(name, member)
     about = clips.versions.get(file)
     try:
-        if about is None and place is None:
+        if about is None and member is None:
             return probe(name, check_file(name))
         num_bytes = None if about is None else about.num_bytes
         with store.open_file(file, num_bytes) as opened:
-            if place is None:
+            if member is None:
                 return probe(opened, num_bytes or 0)
-            with open_member(opened, *place) as member:
-                return probe(member, place[1])
+            with store.open_part(opened, *member) as part:
+                return probe(part, member[1])
     except StoreError as error:
         return Header(reason=str(error).removeprefix(f"{file}: "))
     except BadSample as error:

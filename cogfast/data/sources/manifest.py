@@ -119,94 +119,113 @@ def read_manifest(
         raise SourceError(f"{file}: {problem}; give a .csv, .jsonl or .json file")
     if taken := sorted(_KNOWN.intersection(tensors)):
         raise ValueError(f"data.params.tensors: {taken[0]} names another column; rename the tensor")
-    others_of_row = ("image", *OTHER_VIDEOS, *tensors)
-    texts: dict[str, list[str]] = {name: [] for name in ("path", "caption", *others_of_row)}
-    numbers: dict[str, list[float]] = {name: [] for name in _NUMBERS}
-    splits, types, prior, empty, places, num_pictures = [], [], [], [], [], 0
-    folder = store.parent(file)
-
-    @cache  # most rows have the same columns, and most files neighbours
-    def columns_of(keys: tuple[str, ...]) -> dict[str, str]:
-        return {n: x for n in texts for x in reversed(_NAMES.get(n, (n,))) if x in keys}
-
+    samples, num_pictures = _Samples(file, tensors), 0
     for place, row in _rows_of(file, set(tensors)):
-        where = f"{file}: {place}"
         # pandas writes NaN where a value is missing.
         row = {k: None if str(v).strip() in NO_WORDS else v for k, v in row.items()}
         kind = str(row.get("type")).strip().lower()
         if kind == "image" and not has_pictures:
             num_pictures += 1
-            continue
-        columns = columns_of(tuple(row))
-        cells = (_text(row[columns[n]], where, n) if n in columns else "" for n in texts)
-        path, caption, *others = cells
-        if not path:
+        else:
+            samples.add(place, row, kind)
+    if num_pictures:
+        text = "%s: left out %s of type image; %s to train on pictures"
+        logger.info(text, file, counted(num_pictures, "row"), ADD_BUCKET)
+    if not samples.places:
+        raise ValueError(f"{file}: no sample in it; add rows with a video and a caption")
+    found = samples.find_files()
+    if not allow_empty_captions:
+        pairs = zip(samples.places, samples.texts["caption"], strict=True)
+        empty = [place for place, caption in pairs if not caption]
+        what = f"rows of {file} without a caption"
+        fix = f"add them, in column {', '.join(_CAPTIONS[:-1])} or {_CAPTIONS[-1]}, or set "
+        fix += "data.params.allow_empty_captions=true"
+        folders.refuse_samples(empty, len(samples.places), what, fix)
+    return samples.listed(found)
+
+
+class _Samples:
+    """The samples of a manifest, in columns."""
+
+    def __init__(self, file: str, tensors: Mapping[str, tuple[int, ...]]) -> None:
+        self._file, self._folder, self._tensors = file, store.parent(file), tensors
+        self._others = ("image", *OTHER_VIDEOS, *tensors)  # columns of further files
+        self.places: list[str] = []  # their lines or entries
+        self.texts: dict[str, list[str]] = {n: [] for n in ("path", "caption", *self._others)}
+        self._numbers: dict[str, list] = {n: [] for n in (*_NUMBERS, "split", "prior", "type")}
+        self._columns_of = cache(self._columns)  # most rows have the same columns
+
+    def _columns(self, keys: tuple[str, ...]) -> dict[str, str]:
+        return {n: x for n in self.texts for x in reversed(_NAMES.get(n, (n,))) if x in keys}
+
+    def add(self, place: str, row: Mapping[str, object], kind: str) -> None:
+        where, columns, texts = f"{self._file}: {place}", self._columns_of(tuple(row)), self.texts
+        cells = {n: _text(row[columns[n]], where, n) if n in columns else "" for n in texts}
+        if not cells["path"]:
             fix = f"column path (or one of {', '.join(_PATHS[1:])})"
             raise ValueError(f"{where} has no path; write the path of its video into {fix}")
-        folders.check_caption_size(len(caption.encode("utf-8", "replace")), f"{where}: caption")
-        if not caption:
-            empty.append(place)
+        size = len(cells["caption"].encode("utf-8", "replace"))
+        folders.check_caption_size(size, f"{where}: caption")
         # Paths are relative to the manifest; joining keeps absolute ones and URLs.
-        texts["path"].append(placed(folder, path, where))
-        places.append(place)
-        texts["caption"].append(caption)
-        for name, other in zip(others_of_row, others, strict=True):
-            if name in tensors and not other:
+        texts["path"].append(placed(self._folder, cells["path"], where))
+        self.places.append(place)
+        texts["caption"].append(cells["caption"])
+        for name in self._others:
+            if name in self._tensors and not cells[name]:
                 raise ValueError(f"{where} has no {name}; data.params.tensors needs one per row")
-            texts[name].append(placed(folder, other, where) if other else "")
-        for name, missing in _NUMBERS.items():
-            value = row.get(name)
-            numbers[name].append(missing if value is None else _number(value, missing, where, name))
-        start, end = numbers["start"][-1], numbers["end"][-1]
-        if end <= start:
+            texts[name].append(placed(self._folder, cells[name], where) if cells[name] else "")
+        numbers = {n: _number(row.get(n), missing, where, n) for n, missing in _NUMBERS.items()}
+        if (end := numbers["end"]) <= (start := numbers["start"]):
             text = f"{where}: end={end:g} must be after start={start:g}"
             raise ValueError(f"{text}; both are seconds of the video")
         if (split := _text(row.get("split"), where, "split").lower()) not in _SPLIT_NAMES:
             raise ValueError(f"{where}: split={split[:80]!r} is not known; use {', '.join(SPLITS)}")
-        splits.append(_SPLIT_NAMES[split])
         if (flag := str(row.get("prior") or "").strip().lower()) not in _FLAGS:
             raise ValueError(f"{where}: prior={flag[:80]!r} must be true or false")
-        prior.append(_FLAGS[flag])
-        # Other tools' values of this column say something else.
-        types.append(TYPES.index(kind) if kind in TYPES else 0)
-    if num_pictures:
-        text = "%s: left out %s of type image; %s to train on pictures"
-        logger.info(text, file, counted(num_pictures, "row"), ADD_BUCKET)
-    if not texts["path"]:
-        raise ValueError(f"{file}: no sample in it; add rows with a video and a caption")
-    try:
-        found = store.stats(name for n in texts if n != "caption" for name in texts[n])
-    except store.StoreError as error:
-        raise ValueError(f"{file}: {error}") from None
-    if any(is_gone := folders.find_missing(texts["path"], found)):
-        i = is_gone.index(True)
-        first = f"{places[i]}: {texts['path'][i]}"
-        text = "%s: %d of %s name a file that does not exist or is refused, first %s; correct the %s, or remove the row"
-        text += "; write / in place of \\" * ("\\" in first)
-        what = "address, or renew a signed one" if store.is_url(texts["path"][i]) else _PATH
-        logger.warning(text, file, sum(is_gone), counted(len(is_gone), "row"), first, what)
-    if not allow_empty_captions:
-        what = f"rows of {file} without a caption"
-        fix = f"add them, in column {', '.join(_CAPTIONS[:-1])} or {_CAPTIONS[-1]}, or set "
-        fix += "data.params.allow_empty_captions=true"
-        folders.refuse_samples(empty, len(texts["path"]), what, fix)
-    files = {n: PackedStrings(texts[n]) for n in (*OTHER_VIDEOS, *tensors) if any(texts[n])}
-    # Columns that no row uses are None, so that they cost no memory.
-    spans = np.array([numbers["start"], numbers["end"]]).T
-    fps, weights, numbered = map(np.array, (numbers["target_fps"], numbers["weight"], splits))
-    return ClipList(
-        files=PackedStrings(texts["path"]),
-        captions=PackedStrings(texts["caption"]),
-        images=PackedStrings(texts["image"]) if any(texts["image"]) else None,
-        others={n: OtherFiles(names, shape=tensors.get(n)) for n, names in files.items()},
-        spans=None if np.isnan(spans).all() else spans,
-        fps=None if np.isnan(fps).all() else fps,
-        weights=None if (weights == 1).all() else weights,
-        splits=numbered.astype(np.int8) if numbered.any() else None,
-        prior=np.array(prior) if any(prior) else None,
-        types=np.array(types, np.int8) if any(types) else None,
-        versions=store.Versions(found),
-    )
+        # Other tools' values of the column type say something else.
+        type_ = TYPES.index(kind) if kind in TYPES else 0
+        numbers |= {"split": _SPLIT_NAMES[split], "prior": _FLAGS[flag], "type": type_}
+        for name, number in numbers.items():
+            self._numbers[name].append(number)
+
+    def find_files(self) -> dict[str, store.Stat]:
+        """Return the URLs that are there; log a warning about videos that are missing."""
+        paths, texts = self.texts["path"], self.texts
+        try:
+            found = store.stats(name for n in texts if n != "caption" for name in texts[n])
+        except store.StoreError as error:
+            raise ValueError(f"{self._file}: {error}") from None
+        if any(is_gone := folders.find_missing(paths, found)):
+            i = is_gone.index(True)
+            first = f"{self.places[i]}: {paths[i]}"
+            text = "%s: %d of %s name a file that does not exist or is refused, first %s; correct the %s, or remove the row"
+            text += "; write / in place of \\" * ("\\" in first)
+            what = "address, or renew a signed one" if store.is_url(paths[i]) else _PATH
+            number = counted(len(is_gone), "row")
+            logger.warning(text, self._file, sum(is_gone), number, first, what)
+        return found
+
+    def listed(self, found: Mapping[str, store.Stat]) -> ClipList:
+        """Return the list. Columns that no row uses are None, so that they cost no memory."""
+        files = {n: PackedStrings(self.texts[n]) for n in self._others if any(self.texts[n])}
+        images = files.pop("image", None)
+        numbers = {name: np.array(column) for name, column in self._numbers.items()}
+        spans = np.stack([numbers["start"], numbers["end"]], axis=1)
+        fps, weights = numbers["target_fps"], numbers["weight"]
+        splits, types, prior = numbers["split"], numbers["type"], numbers["prior"]
+        return ClipList(
+            files=PackedStrings(self.texts["path"]),
+            captions=PackedStrings(self.texts["caption"]),
+            images=images,
+            others={n: OtherFiles(f, shape=self._tensors.get(n)) for n, f in files.items()},
+            spans=None if np.isnan(spans).all() else spans,
+            fps=None if np.isnan(fps).all() else fps,
+            weights=None if (weights == 1).all() else weights,
+            splits=splits.astype(np.int8) if splits.any() else None,
+            prior=prior if prior.any() else None,
+            types=types.astype(np.int8) if types.any() else None,
+            versions=store.Versions(found),
+        )
 
 
 def _rows_of(file: str, known: set[str]) -> Iterator[tuple[str, dict]]:
@@ -320,7 +339,7 @@ def _text(value: object, where: str, name: str) -> str:
 
 def _number(value: object, missing: float, where: str, name: str) -> float:
     """Read a number; `missing` where there is none, ValueError that begins with place and name if not one."""
-    if not (text := str(value).strip()):
+    if value is None or not (text := str(value).strip()):
         return missing
     try:
         number = float(text)

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import logging
 import os
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from typing import Any, Literal, NamedTuple
+from functools import cache
+from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils.data import get_worker_info
 
 from cogfast.core.values import counted
 from cogfast.data.bad_samples import BadSample
 from cogfast.data.video.picture import holds_picture, read_pixels
-from cogfast.data.video.reader import ReaderName, Refusal, VideoReader, check_file, open_video
+from cogfast.data.video.reader import ReaderName, Refusal, check_file, open_video
 from cogfast.data.video.transform import (
     FrameSelection,
     Resize,
@@ -26,14 +29,14 @@ from cogfast.data.video.transform import (
     select_frames_uniform,
     stretch_picture,
 )
-from cogfast.extensions.dali.dali import (
-    DaliRefusal,
-    DaliVideo,
-    VideoBackend,
-    check_backend,
-    dali_of_this_process,
-)
+from cogfast.extensions.table import hook
 
+logger = logging.getLogger(__name__)
+
+VideoBackend = Literal["auto", "dali", "decord", "pyav"]
+Clip = tuple[Tensor, Selection]  # uint8 [F, 3, rows, columns]
+# Given times and rate of all frames, returns the indices of the frames to decode, and the selection
+Choose = Callable[[np.ndarray, float], tuple[np.ndarray, Selection]]
 Span = tuple[float, float]  # start and end of a part of a video, seconds since its first frame
 ShortClips = Literal["skip", "pad"]
 _ROUNDED = 0.5  # seconds by which the end of a part may be beyond the video's, since tables have rounded ones
@@ -78,7 +81,8 @@ class ClipSettings:
         if float(self.fps).is_integer():
             object.__setattr__(self, "fps", int(self.fps))
         # A library that is missing is reported here, before any reading process starts.
-        check_backend(self.video_backend)
+        if self.video_backend == "dali":
+            find_device_reader(self.video_backend)
 
     @property
     def cpu_reader(self) -> ReaderName:
@@ -181,38 +185,99 @@ def frames_within(times: np.ndarray, span: Span | None) -> slice:
     return slice(first, last)
 
 
-def read_clip(
-    path: str, settings: ClipSettings, span: Span | None = None
-) -> tuple[Tensor, Selection]:
+class DeviceReader(Protocol):
+    """Reads clips into tensors on `device`, in threads of the training process.
+
+    reason_unavailable: why it cannot run here; None if it can. on_device: the context of work with its tensors.
+    read_clip: reads a clip without its padding, by `on_cpu` if it cannot decode the file.
+    """
+
+    device: torch.device
+
+    def __init__(self, device: torch.device) -> None: ...
+    @staticmethod
+    def reason_unavailable() -> str | None: ...
+    def on_device(self) -> AbstractContextManager[None]: ...
+    def read_clip(
+        self, path: str, settings: ClipSettings, choose: Choose, on_cpu: Callable[[], Clip]
+    ) -> Clip: ...
+
+
+def find_device_reader(backend: VideoBackend) -> type[DeviceReader] | None:
+    """Return the class that reads clips on the device; None if the CPU decodes. ValueError if it is configured, but
+    cannot run."""
+    if backend not in ("auto", "dali"):
+        return None
+    found, reason = None, "there is no GPU"
+    if backend == "dali" or torch.cuda.is_available():
+        found = hook("video_reader")  # type[DeviceReader]
+        reason = found.reason_unavailable() if found else "its extension is not installed"
+    if reason is None:
+        return found
+    if backend == "dali":
+        text = f"data.params.video_backend=dali: {reason}"
+        raise ValueError(f"{text}; auto uses PyAV where DALI cannot run")
+    logger.info("videos are decoded by PyAV, not by DALI: %s", reason)
+    return None
+
+
+@cache
+def _reader_of_process(backend: VideoBackend) -> DeviceReader | None:
+    """The first call must come from the thread whose current CUDA device is the process's."""
+    if (kind := find_device_reader(backend)) is None:
+        return None
+    is_gpu = torch.cuda.is_available()
+    device = torch.device("cuda", torch.cuda.current_device()) if is_gpu else torch.device("cpu")
+    logger.info("videos are decoded by DALI on %s, or by PyAV if DALI cannot", device)
+    return kind(device)
+
+
+def device_reader(backend: VideoBackend) -> DeviceReader | None:
+    """The process's reader of clips on its device; None if the CPU decodes, and in reading processes."""
+    return None if get_worker_info() is not None else _reader_of_process(backend)
+
+
+def on_readers_device(backend: VideoBackend) -> AbstractContextManager:
+    """Context in which to make a sample: DeviceReader.on_device if there is one, else empty."""
+    reader = device_reader(backend)
+    return nullcontext() if reader is None else reader.on_device()
+
+
+def read_clip(path: str, settings: ClipSettings, span: Span | None = None) -> Clip:
     """Read the clip [F, 3, rows, columns] uint8 of (a part of) a video file; a picture has one frame.
 
-    With DALI it is on the process's device; PyAV decodes what DALI cannot. Call within on_readers_device.
+    With a DeviceReader it is on the process's device. Call within on_readers_device.
     """
-    dali = dali_of_this_process(settings.video_backend)
+
+    def choose(times: np.ndarray, fps: float) -> tuple[np.ndarray, Selection]:
+        try:
+            part = frames_within(times, span)
+            selection = select_frames(times[part], fps, settings)
+        except ValueError as error:
+            raise BadSample(path, str(error)) from None
+        return selection.indices[: selection.num_frames] + part.start, selection
+
+    reader = device_reader(settings.video_backend)
+    on_cpu = lambda: _read_on_cpu(path, settings, choose)
     if settings.max_num_frames == 1 and check_file(path) and holds_picture(path):
         clip = read_image(path, settings.video_size, settings.resize)[None]
         selection = Selection(np.zeros(1, int), 1)
-    elif dali is not None and (video := dali.open(path)) is not None:
-        chosen, selection = _choose(video, settings, span)
-        try:
-            clip = dali.read(video, chosen, settings.video_size, settings.resize)
-            return _padded(clip, selection), selection
-        except DaliRefusal as refusal:
-            # If PyAV cannot read the file either, this raises, and the refusal does not count.
-            clip, selection = _read_on_cpu(path, settings, span)
-            dali.note_refusal(video, refusal)
+    elif reader is None:
+        clip, selection = on_cpu()
     else:
-        clip, selection = _read_on_cpu(path, settings, span)
-    return (clip if dali is None else clip.to(dali.device)), selection
+        clip, selection = reader.read_clip(path, settings, choose, on_cpu)
+    if selection.num_padded:
+        clip = torch.cat([clip, clip[-1:].expand(selection.num_padded, -1, -1, -1)])
+    return (clip if reader is None else clip.to(reader.device)), selection
 
 
-def _read_on_cpu(path: str, settings: ClipSettings, span: Span | None) -> tuple[Tensor, Selection]:
+def _read_on_cpu(path: str, settings: ClipSettings, choose: Choose) -> Clip:
     is_stretched = settings.resize == "stretch"
     # FFmpeg squeezes frames in the step that converts them to RGB.
     video = open_video(path, settings.cpu_reader, settings.video_size if is_stretched else None)
     # Closed here and not by the garbage collector: see VideoReader.close.
     try:
-        chosen, selection = _choose(video, settings, span)
+        chosen, selection = choose(video.times, video.fps)
         # Scale each part before the next is decoded: full-size frames of a clip take much memory.
         parts = [
             part.permute(0, 3, 1, 2).contiguous()
@@ -224,25 +289,7 @@ def _read_on_cpu(path: str, settings: ClipSettings, span: Span | None) -> tuple[
         raise BadSample(path, str(error)) from None
     finally:
         video.close()
-    return _padded(torch.cat(parts), selection), selection
-
-
-def _choose(
-    video: VideoReader | DaliVideo, settings: ClipSettings, span: Span | None
-) -> tuple[np.ndarray, Selection]:
-    """Return the indices of the frames to decode, without padding, and the selection."""
-    try:
-        part = frames_within(video.times, span)
-        selection = select_frames(video.times[part], video.fps, settings)
-    except ValueError as error:
-        raise BadSample(video.path, str(error)) from None
-    return selection.indices[: selection.num_frames] + part.start, selection
-
-
-def _padded(clip: Tensor, selection: Selection) -> Tensor:
-    if not selection.num_padded:
-        return clip
-    return torch.cat([clip, clip[-1:].expand(selection.num_padded, -1, -1, -1)])
+    return torch.cat(parts), selection
 
 
 def read_image(path: str, size: tuple[int, int], resize: Resize = "crop") -> Tensor:

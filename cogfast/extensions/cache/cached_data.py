@@ -51,19 +51,19 @@ def read_from_cache(
     allow_import: Sequence[str],
     args: TrainKeys,
     model: ModelKeys,
-    groups: ProcessGroups,
     overrides: EncodeOverrides,
+    groups: ProcessGroups,
 ) -> Datasets:
-    """Return the data sets with their samples read from args.latent_cache, if it is set.
+    """Return the data sets with their samples read from args.latent_cache.
 
     sections, allow_import: as for `cache_specs`. Rank 0 looks for the entries. ValueError if any is missing.
     Call it after buckets are assigned.
     """
-    if (folder := args.latent_cache) is None:
-        return datasets
+    folder = args.latent_cache
+    assert folder is not None, "it turns this on"
     # Preflight refuses a cache for other data sets.
     every = [d for d in (datasets.train, datasets.valid) if isinstance(d, CaptionedVideos)]
-    described = sections, allow_import, args, model, every[0].settings, overrides
+    described = sections, allow_import, args, model, overrides, every[0].settings
     try:
         entries, keys = groups.on_main(lambda: _find(every, folder, cache_specs(*described)))
     except StoreError as error:
@@ -111,8 +111,8 @@ def cache_specs(
     allow_import: Sequence[str],
     args: TrainKeys,
     model: ModelKeys,
-    settings: ClipSettings,
     overrides: EncodeOverrides,
+    settings: ClipSettings,
 ) -> dict[str, Spec]:
     """Return the specs of cache entries by "video" and "text". Reads the encoders' weight files.
 

@@ -30,12 +30,12 @@ from cogfast.data.bad_samples import BadSample, BadSampleLog, Unavailable
 from cogfast.data.batches import in_unit_range, read_sample
 from cogfast.data.datasets import CaptionedVideos, Sample
 from cogfast.data.sources.arrays import KEY as TENSORS_KEY
+from cogfast.data.video.clip import device_reader
 from cogfast.data.workers import Reads, read_ahead
 from cogfast.distributed.process_groups import ProcessGroups, start_processes
 from cogfast.distributed.stop_signals import keeping
 from cogfast.extensions.cache import entry_keys
 from cogfast.extensions.cache.cached_data import cache_specs
-from cogfast.extensions.cache.encode_choice import largest_clips, log_plan, memory_for_clips
 from cogfast.extensions.cache.entries import (
     ENCODE_CHUNKS,
     NUMBERS,
@@ -44,15 +44,13 @@ from cogfast.extensions.cache.entries import (
     difference,
     find_entries,
 )
-from cogfast.extensions.dali.dali import dali_of_this_process
 from cogfast.extensions.stores.store import StoreError, check_writable, in_threads
 from cogfast.model.autoencoder import ENCODE_MODES, EncodePlan, Moments, VideoAutoencoder
 from cogfast.train.assembly import Datasets, assemble_datasets, assemble_encoder
 from cogfast.train.encode import Encoder
-from cogfast.train.frozen_encoders import NO_OVERRIDES, EncodeOverrides
-from cogfast.train.keys import TrainKeys
+from cogfast.train.preflight.encode_choice import largest_clips, log_plan, memory_for_clips
 from cogfast.train.preflight.header_scan import survey_datasets
-from cogfast.train.run.folder import plain_sections
+from cogfast.train.run.folder import create_folder, plain_sections
 from cogfast.train.run.opened import Run
 
 logger = logging.getLogger(__name__)
@@ -72,21 +70,20 @@ def cache_latents(run: Run, price: float | None = None) -> None:
     """
     groups = start_processes()
     groups.check_same(leaves(plain_sections(run.sections)))
-    make = partial(_CacheRun, run, run.args, groups, NO_OVERRIDES, price)
-    _fill(make, run.args.latent_cache, groups, "`cogfast cache`")
+    _fill(partial(_CacheRun, run, groups, price), run.args.latent_cache, groups, "`cogfast cache`")
     groups.close()
 
 
-def encode_first(
-    run: Run, args: TrainKeys, groups: ProcessGroups, overrides: EncodeOverrides
-) -> None:
+def encode_first(run: Run, groups: ProcessGroups) -> None:
     """Fill args.latent_cache as `cogfast cache` does, and free the memory of the encoders."""
-    kept = f"; the entries that are complete are kept in {args.latent_cache}, and the same command continues from there"
+    # Encoding may take hours: the folder that the run needs then is created before.
+    groups.on_main(lambda: create_folder(run.args))
+    folder = run.args.latent_cache
+    kept = f"; the entries that are complete are kept in {folder}, and the same command continues from there"
     # Each rank encodes other clips, also the ranks that share a model later.
     with keeping(kept):
         groups = groups.without_models()
-        make = partial(_CacheRun, run, args, groups, overrides, None)
-        _fill(make, args.latent_cache, groups, "the same command")
+        _fill(partial(_CacheRun, run, groups), folder, groups, "the same command")
     gc.collect()  # sync: none; the encoders are in cycles that only a collection frees
     if groups.device.type == "cuda":
         torch.cuda.empty_cache()  # sync: once, before training begins
@@ -143,19 +140,13 @@ _Encoded = Iterator[Mapping[str, dict[str, Tensor] | BadSample]]
 
 
 class _CacheRun:
-    def __init__(
-        self,
-        run: Run,
-        args: TrainKeys,
-        groups: ProcessGroups,
-        overrides: EncodeOverrides,
-        price: float | None,
-    ) -> None:
+    def __init__(self, run: Run, groups: ProcessGroups, price: float | None = None) -> None:
+        args = run.args
         self.price, self.start = price, time.monotonic()
         assert args.latent_cache is not None, "preflight asks for a folder"
         if run.data_arguments.get("tensors"):  # training reads them from their files
             run = run.with_values({TENSORS_KEY: None}, DEFAULT)
-        self.opened, self.args, self.groups, self.overrides = run, args, groups, overrides
+        self.opened, self.args, self.groups = run, args, groups
         self.folder = args.latent_cache
         # The videos, and not the cache that this command fills.
         of_videos = args.changed(latent_cache=None)
@@ -211,8 +202,8 @@ class _CacheRun:
         """Return the missing captions and clips, and how to encode the clips. For rank 0."""
         # Both data sets have one data section, so one description of clips serves all entries.
         run, settings = self.opened, self.datasets[0].settings
-        described = run.sections, run.allow_import, self.args, run.model
-        specs = cache_specs(*described, settings, self.overrides)
+        described = run.sections, run.allow_import, self.args, run.model, run.frozen.overrides
+        specs = cache_specs(*described, settings)
         self.keys["text"] = [entry_keys.hash_text(clip.caption) for clip in self.clips]
         key = lambda clip: entry_keys.sample_key(clip.dataset, clip.index, sources, clip.is_control)
         self.keys["video"] = [*map(key, self.clips)]
@@ -358,7 +349,7 @@ class _CacheRun:
         reading = read_ahead(
             _Clips(self.clips, work, self.args.decode_timeout),
             batches,
-            dali=dali_of_this_process(self.datasets[0].settings.video_backend),
+            reader=device_reader(self.datasets[0].settings.video_backend),
             num_workers=self.args.num_workers,
             prefetch_factor=self.args.prefetch_factor,
         )
@@ -380,8 +371,8 @@ class _CacheRun:
         # The encoders need the network's sizes and not its weights.
         with torch.device("meta"):
             network = self.opened.network.build()
-        parts = self.opened.frozen, self.opened.model, self.args, network, self.groups
-        return assemble_encoder(*parts, overrides=self.overrides)
+        run = self.opened
+        return assemble_encoder(run.frozen, run.model, self.args, network, self.groups)
 
     def _finish(self, *both: _Work) -> None:
         """Log what the cache has. ValueError if too many samples are bad."""

@@ -273,6 +273,7 @@ class CachedVideos(CaptionedVideos):
         super().__init__(videos.clips, videos.settings, videos.source_sizes)
         self.is_cached = True
         self.entries, self.keys, self.refused = entries, keys, videos.refused
+        self.encode_chunks = entries["video"].spec.get(ENCODE_CHUNKS)
 
     def __getitem__(self, index: int) -> dict:
         if index in self.refused:

@@ -15,10 +15,9 @@ import numpy as np
 from cogfast.core.addresses import distinct, is_url
 from cogfast.core.files import WriteError, open_regular
 from cogfast.data.datasets import CaptionedVideos
-from cogfast.data.sources.clip_list import place_of
+from cogfast.data.sources.clip_list import file_of, member_of
 from cogfast.data.sources.file_index import FileIndex, to_lines
 from cogfast.extensions.stores import store
-from cogfast.extensions.tar.tar_shards import MEMBER
 
 _HASHING_THREADS = 8
 _BLOCK = 2**20  # bytes read at once
@@ -47,7 +46,7 @@ def source_files(videos: CaptionedVideos, indices: Sequence[int]) -> Files:
     """Return the files that samples are read from: a video each, and images and controls of their own."""
     clips, found = videos.clips, {}
     for index in indices:
-        found[clips.files[index]] = place_of(clips, index) or ()
+        found[clips.files[index]] = member_of(clips, index) or ()
         if clips.images is not None and clips.images[index]:
             found[clips.images[index]] = ()
     for name, other in videos.encoded.items():
@@ -111,13 +110,13 @@ class Sources:
         self._stale = None
         self._refresh()
         is_known = lambda name: trust_index and self._index.last(_absolute(name))
-        file_of = {n: _file_of(n, part) for n, part in files.items() if not is_known(n)}
-        there = store.stats(file_of.values())
-        every = [*dict.fromkeys(file_of.values())]  # many members of a tar shard share its version
+        read = {n: file_of(n, part) for n, part in files.items() if not is_known(n)}
+        there = store.stats(read.values())
+        every = [*dict.fromkeys(read.values())]  # many members of a tar shard share its version
         version = lambda file: there[file].version if file in there else version_of(file)
         versions = dict(zip(every, store.in_threads(version, every), strict=True))
         found, self._stale = [], {}
-        for name, file in file_of.items():
+        for name, file in read.items():
             own = _absolute(name)
             if not self._index.get(own, versions[file]):
                 self._index.forget(own)
@@ -157,7 +156,7 @@ def hash_files(names: Sequence[str], files: Files) -> list[HashedFile]:
 
     def row(name: str) -> HashedFile:
         part = files[name]
-        file = _file_of(name, part)
+        file = file_of(name, part)
         # Take the version first: a file that changes while it is read is then hashed again.
         version = version_of(file)
         return _absolute(name), version, hash_file(file, *part, version=version)
@@ -191,10 +190,6 @@ def hash_file(path: str, *part: int, version: str | None = None) -> str:
 
 def _absolute(name: str) -> str:
     return distinct(name) if is_url(name) else os.path.abspath(name)
-
-
-def _file_of(name: str, part: tuple[int, ...]) -> str:
-    return name.partition(MEMBER)[0] if part else name
 
 
 def version_of(file: str) -> str:

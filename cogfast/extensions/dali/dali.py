@@ -12,26 +12,22 @@ from __future__ import annotations
 import ctypes
 import functools
 import importlib
-import importlib.util
 import logging
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Literal
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import get_worker_info
 
 from cogfast.data.bad_samples import BadSample
+from cogfast.data.video.clip import Choose, Clip, ClipSettings
 from cogfast.data.video.reader import first_frame, read_header
 from cogfast.data.video.transform import Resize, cover_size
 
 logger = logging.getLogger(__name__)
-
-VideoBackend = Literal["auto", "dali", "decord", "pyav"]
 
 _MAX_BYTES = 2**29  # DALI loads whole files; PyAV, which seeks, reads longer ones
 # Weights of red and blue in luma, by FFmpeg's number of the colour matrix (BT.601, BT.709, BT.2020).
@@ -39,58 +35,6 @@ _MAX_BYTES = 2**29  # DALI loads whole files; PyAV, which seeks, reads longer on
 _LUMA = {5: (0.299, 0.114), 1: (0.2126, 0.0722), 9: (0.2627, 0.0593)}
 _FRAMES_AT_ONCE = 4  # recoloured in float32; whole clips in all threads would take many GiB
 _NUM_SUFFICIENT = 3  # refused valid files after which DALI is not tried for their kind again
-
-
-@functools.cache
-def _reason_unavailable() -> str | None:
-    """Why DALI cannot be used; None if it can. Without a GPU it decodes on the CPU, without the driver."""
-    try:
-        importlib.import_module("nvidia.dali")
-    except ImportError as error:
-        return f"DALI cannot be imported ({error}); pip install nvidia-dali-cuda130"
-    try:
-        if torch.cuda.is_available():
-            ctypes.CDLL("libnvcuvid.so.1")
-    except OSError:
-        fix = "in a container set NVIDIA_DRIVER_CAPABILITIES=compute,utility,video"
-        return f"the driver's decoder libnvcuvid.so.1 is missing; {fix}"
-    return None
-
-
-def check_backend(backend: VideoBackend) -> None:
-    """Raise ValueError if DALI is configured but cannot run."""
-    if backend == "dali" and (reason := _reason_unavailable()) is not None:
-        text = f"data.params.video_backend=dali: {reason}"
-        raise ValueError(f"{text}; auto uses PyAV where DALI cannot run")
-
-
-def dali_of_this_process(backend: VideoBackend) -> DaliReader | None:
-    """The process's DALI reader; None if the CPU decodes, and in reading processes."""
-    return None if get_worker_info() is not None else _reader(backend)
-
-
-def on_readers_device(backend: VideoBackend) -> AbstractContextManager:
-    """Context in which to make a sample: DaliReader.on_device if DALI reads, else empty."""
-    dali = dali_of_this_process(backend)
-    return nullcontext() if dali is None else dali.on_device()
-
-
-@functools.cache
-def _reader(backend: VideoBackend) -> DaliReader | None:
-    """The first call must come from the thread whose current CUDA device is the process's."""
-    if backend == "auto":
-        reason = _reason_unavailable() if torch.cuda.is_available() else "there is no GPU"
-        if reason is not None:
-            logger.info("videos are decoded by PyAV, not by DALI: %s", reason)
-            return None
-    elif backend != "dali":
-        return None
-    check_backend("dali")
-    device = torch.device("cpu")
-    if torch.cuda.is_available():
-        device = torch.device("cuda", torch.cuda.current_device())
-    logger.info("videos are decoded by DALI on %s, or by PyAV if DALI cannot", device)
-    return DaliReader(device)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -115,7 +59,23 @@ class DaliRefusal(Exception):
 
 
 class DaliReader:
-    """Reads clips into tensors on `device`, from any number of threads."""
+    """Reads clips into tensors on `device`, from any number of threads: a DeviceReader (data/video/clip.py)."""
+
+    @staticmethod
+    @functools.cache
+    def reason_unavailable() -> str | None:
+        """Without a GPU it decodes on the CPU, without the driver."""
+        try:
+            importlib.import_module("nvidia.dali")
+        except ImportError as error:
+            return f"DALI cannot be imported ({error}); pip install nvidia-dali-cuda130"
+        try:
+            if torch.cuda.is_available():
+                ctypes.CDLL("libnvcuvid.so.1")
+        except OSError:
+            fix = "in a container set NVIDIA_DRIVER_CAPABILITIES=compute,utility,video"
+            return f"the driver's decoder libnvcuvid.so.1 is missing; {fix}"
+        return None
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -135,6 +95,20 @@ class DaliReader:
         with torch.cuda.stream(self._stream):
             yield
             self._stream.synchronize()  # sync: blocks only the reading thread, not the trainer
+
+    def read_clip(
+        self, path: str, settings: ClipSettings, choose: Choose, on_cpu: Callable[[], Clip]
+    ) -> Clip:
+        if (video := self.open(path)) is None:
+            return on_cpu()
+        chosen, selection = choose(video.times, video.fps)
+        try:
+            return self.read(video, chosen, settings.video_size, settings.resize), selection
+        except DaliRefusal as refusal:
+            # If PyAV cannot read the file either, this raises, and the refusal does not count.
+            read = on_cpu()
+            self.note_refusal(video, refusal)
+            return read
 
     def open(self, path: str) -> DaliVideo | None:
         """Read the header of a file; None if PyAV is to read the file, or to report its fault."""

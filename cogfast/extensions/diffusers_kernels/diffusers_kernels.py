@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import torch
@@ -22,6 +22,7 @@ from cogfast.kernels.attention_backends import flash_attention
 from cogfast.kernels.gelu import gelu
 from cogfast.kernels.qk_norm_rope3d import EPS, Rotation, qk_norm_rope3d
 
+_Part = Callable[..., tuple[Tensor, Tensor | None]]
 _MOST_WIDTH = 128  # head width of the GPU's kernel
 _IS_ROTATION: dict[tuple[int, ...], bool] = {}  # by frames, rows, columns and head width
 
@@ -114,13 +115,11 @@ def _with_rotation(
     return *tables, Rotation(table.where(is_same, torch.nan), t, h, w)
 
 
-@functools.cache
-def _subclasses() -> dict[type[nn.Module], type[nn.Module]]:
+def _attention_and_mlp() -> tuple[_Part, _Part]:
+    """Return functions in place of a block's attention and MLP: rows [B, S, M], and a bias to add to them."""
     from diffusers.models.activations import GELU
     from diffusers.models.attention import Attention, FeedForward
     from diffusers.models.attention_processor import CogVideoXAttnProcessor2_0
-    from diffusers.models.normalization import CogVideoXLayerNormZero
-    from diffusers.models.transformers import cogvideox_transformer_3d as source
 
     lora: Any = None
     with contextlib.suppress(ImportError):
@@ -157,6 +156,16 @@ def _subclasses() -> dict[type[nn.Module], type[nn.Module]]:
         if not is_known or first.approximate != "tanh":
             return mlp(x), None
         return _product([last], gelu(*_product([first.proj], x, lora)), lora)
+
+    return attend, feed_forward
+
+
+@functools.cache
+def _subclasses() -> dict[type[nn.Module], type[nn.Module]]:
+    from diffusers.models.normalization import CogVideoXLayerNormZero
+    from diffusers.models.transformers import cogvideox_transformer_3d as source
+
+    attend, feed_forward = _attention_and_mlp()
 
     class Block(source.CogVideoXBlock):
         def forward(

@@ -12,13 +12,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from cogfast.core.addresses import url_of
 from cogfast.core.files import write_text
 from cogfast.core.keys import with_origins
 from cogfast.core.values import KeyProblem, counted, select
-from cogfast.distributed.lost_ranks import Launch
 from cogfast.distributed.process_groups import OtherRankError
 from cogfast.extensions.elastic.keys import ElasticKeys
-from cogfast.extensions.stores.mirror import url_of
+from cogfast.extensions.elastic.ranks import Ranks
 from cogfast.extensions.stores.store import StoreError
 from cogfast.model.weights.checkpoint_manifest import (
     RESUMABLE,
@@ -27,6 +27,7 @@ from cogfast.model.weights.checkpoint_manifest import (
     read_manifest,
 )
 from cogfast.train.keys import TrainKeys
+from cogfast.train.preflight.mesh import divide
 from cogfast.train.run.folder import adapters_to_resume, checkpoint_to_resume
 
 logger = logging.getLogger(__name__)
@@ -47,27 +48,14 @@ class Plan:
     accumulation: int = 1
 
 
-def divide(global_batch: int, batch_size: int, most_copies: int) -> tuple[int, int, int]:
-    """Return the most data-parallel ranks that divide a global batch, the largest batch size up to
-    `batch_size`, and the accumulation."""
-    copies = next((n for n in range(most_copies, 0, -1) if global_batch % n == 0), 0)
-    if not copies:
-        return 0, 0, 0
-    each = global_batch // copies
-    size = next(n for n in range(min(batch_size, each), 0, -1) if each % n == 0)
-    return copies, size, each // size
-
-
 def follow_world(
     args: TrainKeys, deepspeed: Mapping[str, Any], origins: Mapping[str, str]
-) -> tuple[dict[str, Any], Launch | None]:
-    """Return {key: value} of args for the ranks of this launch, and the launch if args.elastic is set.
+) -> tuple[dict[str, Any], str, Ranks]:
+    """Return {key: value} of args for the ranks of this launch, the key that decides them, and the launch.
 
     Ranks that idle do not return, and none while the run waits for more ranks. deepspeed: the section.
     """
     mode = args.elastic
-    if mode == "off":
-        return {}, None
     if os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") == "0":
         text = f"{_KEY}={mode} needs torchrun, with --nnodes=MIN:MAX and --max-restarts=N (docs/launch.md)"
         raise KeyProblem(_KEY, f"{text}; start it so, or use {_KEY}=off")
@@ -75,7 +63,7 @@ def follow_world(
         # It keeps the addresses of earlier starts, with which ranks then try to connect.
         text = f"{_KEY}={mode} needs a new store at each start, and this torchrun keeps its own"
         raise KeyProblem(_KEY, f"{text}; set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 for torchrun")
-    launch = Launch.join()
+    launch = Ranks.join()
     plan = _agree(partial(plan_world, args, deepspeed), origins, launch)
     while True:
         if plan.text and launch.rank == 0:
@@ -89,11 +77,15 @@ def follow_world(
             raise SystemExit(0)
         raise OtherRankError("rank 0 has ended or stopped, and its run was not over")
     os.environ["WORLD_SIZE"] = str(plan.num_ranks)
-    values = {"batch_size": plan.batch_size, "gradient_accumulation_steps": plan.accumulation}
-    return {args.key(k): v for k, v in {**values, "resume": plan.resume}.items()}, launch
+    values: dict[str, Any] = {
+        "batch_size": plan.batch_size,
+        "gradient_accumulation_steps": plan.accumulation,
+    }
+    values |= {"resume": plan.resume}
+    return {args.key(key): value for key, value in values.items()}, _KEY, launch
 
 
-def _agree(plan_for: Callable[[int], Plan], origins: Mapping[str, str], launch: Launch) -> Plan:
+def _agree(plan_for: Callable[[int], Plan], origins: Mapping[str, str], launch: Ranks) -> Plan:
     """Return rank 0's plan, which it makes of what it finds on its disk."""
     if launch.rank == 0:
         try:

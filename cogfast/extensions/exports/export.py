@@ -13,6 +13,7 @@ from __future__ import annotations
 import logging
 import shutil
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -48,15 +49,17 @@ class Exporter:
     ) -> None:
         self.choice, self.interval = args.export, args.export_interval
         self.last_step, self.dtype = last_step, dtype
-        self.is_lora = args.export != "none" and _trains_adapters(transformer, args.export)
+        self.is_lora = _trains_adapters(transformer, args.export)
 
-    def is_due(self, step: int, is_stopping: bool = False) -> bool:
-        """Return whether the checkpoint of `step` gets files. is_stopping: a signal or time limit ends
-        the run, which may be killed before a whole model is written."""
-        if self.choice == "last" and step == self.last_step:
-            return True
+    def __call__(self, step: int, is_stopping: bool) -> Callable[[Path, dict], None] | None:
+        """Return what writes the files of the checkpoint of `step`; None if it gets none.
+
+        is_stopping: a signal or time limit ends the run, which may be killed before a whole model is written.
+        """
         is_due = self.choice == "all" or (self.interval is not None and step % self.interval == 0)
-        return is_due and (self.is_lora or not is_stopping)
+        is_due &= self.is_lora or not is_stopping
+        is_last = self.choice == "last" and step == self.last_step
+        return self.write if is_due or is_last else None
 
     def write(self, draft: Path, manifest: dict) -> None:
         """Write the files into an otherwise complete draft of a checkpoint. A failure costs only these."""

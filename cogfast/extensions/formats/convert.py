@@ -27,6 +27,7 @@ from cogfast.extensions.formats.image_scale import difference_of_run
 from cogfast.extensions.formats.peft import with_strength_in_b, write_peft
 from cogfast.extensions.formats.sat import write_sat
 from cogfast.extensions.formats.vae import convert_vae, open_vae, verify_vae
+from cogfast.extensions.sparse.keys import OTHERS_RUN_DENSE
 from cogfast.model.config import Family, inpainting_channels
 from cogfast.model.lora import DEFAULT_TARGETS, SAT_ALPHA, is_lora_parameter
 from cogfast.model.weights.checkpoint_manifest import find_run_checkpoint, read_manifest
@@ -40,10 +41,6 @@ from cogfast.model.weights.source import verify as verify_target
 logger = logging.getLogger(__name__)
 
 _TRAINING_FACTS = ("rotary_positions", "trained_size")
-OTHERS_RUN_DENSE = (
-    "%s: other programs run dense attention with these weights; cogfast sample ... args.attention=dense "
-    "shows the difference"
-)
 
 
 def convert(

@@ -7,21 +7,20 @@ has `invert_scale_latents`, and with s * z for CogVideoX-5B-I2V.
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 
 from cogfast.core.json_files import check, keys
 from cogfast.extensions.formats.vae import read_vae_config
-from cogfast.model.keys import ImageLatentScale, conditions_of_run
+from cogfast.model.config import TransformerConfig
+from cogfast.model.keys import ImageLatentScale, ModelKeys, conditions_of_run, scale_of
 from cogfast.model.weights.checkpoint_manifest import find_run_checkpoint, read_manifest
+
+logger = logging.getLogger(__name__)
 
 # The keys of a run's manifest that it depends on.
 _PARAMS = keys({"patch_size": int | list[int]})
 _MODEL = keys({"scale_factor": float, "network_config": keys({"params": _PARAMS})})
-
-
-def scale_of(name: ImageLatentScale, factor: float) -> float:
-    """Return the scale relative to the VAE's output. factor: the VAE's scaling factor."""
-    return {"trainer": factor, "pretrained": 1.0, "pipeline": 1 / factor}[name]
 
 
 def stock_scale(joins_frames: bool, pipeline: Path | None = None) -> ImageLatentScale:
@@ -82,3 +81,16 @@ def difference_of_run(path: Path) -> tuple[str, str] | None:
     if (found := scale_of_run(path)) is None or (text := difference(*found)) is None:
         return None
     return text, pipeline_code(found[0], found[2])
+
+
+def warn_of_scale(
+    model: ModelKeys, load: str | None, network: TransformerConfig, is_end: bool
+) -> None:
+    """Warn if the scale is not that of diffusers' pipeline. load: args.load. is_end: of a run."""
+    stock = stock_scale(network.patch_size.joins_frames, Path(load) if load else None)
+    text = difference(model.image_latent_scale, stock, model.scale_factor)
+    if text is not None and is_end:
+        code = pipeline_code(model.image_latent_scale, model.scale_factor)
+        logger.warning("%s; before sampling there: %s", text, code)
+    elif text is not None:
+        logger.warning("%s; model.image_latent_scale=%s is the same", text, stock)

@@ -24,14 +24,13 @@ from torch import Tensor
 from cogfast.core.json_files import Range, brief, check, parse_json, read_json
 from cogfast.core.values import counted, show
 from cogfast.extensions.formats.foreign import refuse_foreign
-from cogfast.model.lora import is_lora_parameter
+from cogfast.model.lora import FILE_NAME, is_lora_parameter
 from cogfast.model.weights.diffusers import plain_name
 from cogfast.model.weights.names import LINEARS, diffusers_names
 from cogfast.model.weights.shard import Shard
 from cogfast.model.weights.source import WeightSource
 from cogfast.model.weights.tensor_files import Outgoing, new_folder, open_tensors, write_safetensors
 
-FILE_NAME = "pytorch_lora_weights.safetensors"  # the name that diffusers looks for in a folder
 _PEFT_FILE_NAME, _PEFT_SETTINGS = "adapter_model.safetensors", "adapter_config.json"
 _HEADER_KEYS = ("lora_adapter_metadata", "lora_config")  # of diffusers, and of finetrainers
 _MEMBER_KEY = "cogfast_model"  # the model that the adapters were trained on

@@ -23,10 +23,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from cogfast.core.device_memory import host_buffer
 from cogfast.distributed.tensor_parallel import ParallelLinear
-from cogfast.extensions.memory.host_memory import SideStream, host_buffer
 from cogfast.extensions.memory.keys import MemoryKeys
 from cogfast.extensions.memory.quantized_base import QuantizedWeight, base_linears, quantize_base
+from cogfast.extensions.memory.side_stream import SideStream
 from cogfast.model.transformer import BlockCall, DiffusionTransformer
 from cogfast.model.weights.source import Target
 
@@ -146,22 +147,11 @@ def hold_base(transformer: DiffusionTransformer, args: MemoryKeys) -> None:
     if args.quantize_base != "none":
         quantize_base(transformer, args.quantize_base)
     if args.offload_blocks:
-        transformer.block_source = HostBlocks(transformer, args.offload_blocks)
-
-
-def stored_base(transformer: DiffusionTransformer) -> dict[str, dict[str, Tensor]]:
-    """Return {path of a linear: its stored tensors} of weights that are no parameters.
-
-    They are "weight" and, of a weight of 8 bits, "scale", on the device or in host memory.
-    """
-    source, found = transformer.block_source, {}
-    for path, linear in base_linears(transformer):
-        stored = dict(linear.named_buffers(recurse=False))
-        if isinstance(source, HostBlocks):
-            stored |= source.stored(linear)
-        if "weight" in stored:
-            found[path] = stored
-    return found
+        transformer.runtime.source = HostBlocks(transformer, args.offload_blocks)
+    linears = base_linears(transformer)
+    is_held = lambda linear: "weight" not in dict(linear.named_parameters(recurse=False))
+    held = {f"{path}.weight": linear.weight for path, linear in linears if is_held(linear)}
+    transformer.runtime.held = held
 
 
 def allocate_base(transformer: DiffusionTransformer, device: torch.device) -> dict[str, Target]:
@@ -169,17 +159,21 @@ def allocate_base(transformer: DiffusionTransformer, device: torch.device) -> di
 
     Returns {name: target} of all weights that are no parameters, to be loaded or initialized.
     """
-    if isinstance(transformer.block_source, HostBlocks):
-        transformer.block_source.allocate(device)
-    held, linears = dict[str, Target](), dict(base_linears(transformer))
-    for path, stored in stored_base(transformer).items():
-        target = stored["weight"]
+    source, held = transformer.runtime.source, dict[str, Target]()
+    if isinstance(source, HostBlocks):
+        source.allocate(device)
+    for path, linear in base_linears(transformer):
+        # "weight" and, of a weight of 8 bits, "scale", on the device or in host memory
+        stored, group = dict(linear.named_buffers(recurse=False)), None
+        if isinstance(source, HostBlocks):
+            stored |= source.stored(linear)
+        if isinstance(linear, ParallelLinear) and linear.shards["weight"].dim == 1:
+            group = linear.group
         if "scale" in stored:
-            linear, group = linears[path], None
-            if isinstance(linear, ParallelLinear) and linear.shards["weight"].dim == 1:
-                group = linear.group
-            target = QuantizedWeight(target, stored["scale"], device, group)
-        held[f"{path}.weight"] = target
+            target = QuantizedWeight(stored["weight"], stored["scale"], device, group)
+            held[f"{path}.weight"] = target
+        elif "weight" in stored:
+            held[f"{path}.weight"] = stored["weight"]
     return held
 
 

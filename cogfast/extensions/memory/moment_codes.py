@@ -29,25 +29,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-MOMENT_BLOCK = 256  # elements that share the largest code
-MOMENTS = ("exp_avg", "exp_avg_sq")
+from cogfast.kernels.fused_ema_adam import MOMENT_BLOCK, largest_key
+
 NEAREST = 1 << 15  # r that rounds to the nearest code
 _SHIFT = 20  # bits of a float32 that a code has not
 _CHUNK = 1 << 22  # elements that are worked on at a time: temporary memory of some tens of MB
-
-
-def num_blocks(numel: int) -> int:
-    return -(-numel // MOMENT_BLOCK)
-
-
-def random_halves(step: Tensor, start: int, numel: int) -> tuple[Tensor, Tensor]:
-    """Return r of the first and of the second moment of elements [start, start + numel), int32 [numel].
-
-    step: count of updates, [], which decides the numbers together with the element.
-    """
-    element = torch.arange(start, start + numel, device=step.device) & 0xFFFFFFFF
-    random = _scramble(element ^ _scramble(step.long()))
-    return (random & 0xFFFF).int(), (random >> 16).int()
 
 
 def _scramble(x: Tensor) -> Tensor:
@@ -65,9 +51,15 @@ class CodedMoment:
     largest: Tensor
     is_signed: bool
 
-    @classmethod
-    def of(cls, state: Mapping[str, Tensor], key: str) -> CodedMoment:
-        return cls(state[key], state[largest_key(key)], is_signed=key == "exp_avg")
+    @staticmethod
+    def random_halves(step: Tensor, start: int, numel: int) -> tuple[Tensor, Tensor]:
+        """Return r of the first and of the second moment of elements [start, start + numel), int32 [numel].
+
+        step: count of updates, [], which decides the numbers together with the element.
+        """
+        element = torch.arange(start, start + numel, device=step.device) & 0xFFFFFFFF
+        random = _scramble(element ^ _scramble(step.long()))
+        return (random & 0xFFFF).int(), (random >> 16).int()
 
     def decode(self, start: int = 0, numel: int | None = None) -> Tensor:
         """Return elements [start, start + numel) of the flattened tensor, float32 [numel]."""
@@ -118,13 +110,6 @@ class CodedMoment:
         return (largest.int() - (127 if self.is_signed else 255)).clamp_(min=0)
 
 
-def largest_key(key: str) -> str:
-    """Return the name of the state that holds the largest codes of a moment."""
-    return f"{key}_largest"
-
-
-def read_moment(state: Mapping[str, Tensor], key: str, start: int, numel: int) -> Tensor:
-    """Return elements [start, start + numel) of a flat state in float32, decoded if it has codes."""
-    if largest_key(key) in state:
-        return CodedMoment.of(state, key).decode(start, numel)
-    return state[key].detach().narrow(0, start, numel)
+def coded_moment(state: Mapping[str, Tensor], key: str) -> CodedMoment:
+    """Return a moment of an optimizer's state."""
+    return CodedMoment(state[key], state[largest_key(key)], is_signed=key == "exp_avg")

@@ -12,11 +12,23 @@ from __future__ import annotations
 
 import weakref
 from collections import defaultdict, deque
+from collections.abc import Sequence
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.checkpoint import checkpoint
 
-from cogfast.extensions.memory.host_memory import SideStream, host_buffer
+from cogfast.core.device_memory import host_buffer
+from cogfast.extensions.memory.side_stream import SideStream
+from cogfast.model.transformer import BlockCall, DiffusionTransformer
+from cogfast.train.activation_checkpointing import (
+    LADDER,
+    Policy,
+    checkpoint_options,
+    kept_contexts,
+)
 
 NUM_RESIDENT = 2  # last blocks, whose activations stay on the device
 # Blocks whose copies may still run when the next one begins. Until then their tensors stay alive.
@@ -141,3 +153,40 @@ class HostCopy:
             self.tensor.record_stream(owner.side.stream)
         # Later copies into the buffer follow those out of it on the same stream.
         owner.free[self.position].append(self.buffer)
+
+
+def apply_offloaded(
+    transformer: DiffusionTransformer,
+    policies: Sequence[Policy],
+    offload: OffloadedActivations,
+    is_compiled: bool = False,
+) -> None:
+    """Run each block under its policy in training mode, and move what it keeps to host memory.
+
+    No policy may be `none`, and is_compiled allows `full` alone.
+    """
+    assert set(policies) <= {*(("full",) if is_compiled else LADDER[:-1])}, policies
+    keep_rng = transformer.uses_dropout
+
+    def offloading(block: nn.Module, policy: Policy, number: int) -> BlockCall:
+        def call(hidden: Tensor, *others: Any) -> Tensor:
+            kept = offload.begin_block(number, hidden.shape[:2].numel())
+            packing = kept.pack, kept.unpack
+            options = checkpoint_options(policy, keep_rng, kept_contexts, *packing)
+            with saved_tensors_hooks(*packing):  # the checkpoint saves the inputs by them
+                return checkpoint(block, hidden, *others, **options)
+
+        return call
+
+    pairs = zip(transformer.blocks, policies, strict=True)
+    transformer.use_calls([offloading(*pair, i) for i, pair in enumerate(pairs)])
+
+
+def offload_activations(
+    transformer: DiffusionTransformer,
+    policies: Sequence[Policy],
+    device: torch.device,
+    is_compiled: bool,
+) -> None:
+    """Run each block under its policy, and move what it keeps to host memory (args.offload_activations)."""
+    apply_offloaded(transformer, policies, OffloadedActivations(len(policies), device), is_compiled)

@@ -1,4 +1,4 @@
-"""The frozen base of LoRA in 8 bits: the linears of the blocks as int8 or fp8 (kernels/quantized/).
+"""The frozen base of LoRA in 8 bits: the linears of the blocks as int8 or fp8 (quantized_linear.py).
 
 A block's qkv, attention output, fc1, fc2 and modulation hold 1 byte per weight in place of 2, and 4
 bytes per row, as buffers: ZeRO neither partitions them nor keeps state for them. The modulation is
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -43,7 +44,7 @@ class QuantizedLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[.., in] -> [.., out], without a deferred bias."""
-        return quantized_linear(x, self.weight, self.scale, self.bias if self.adds_bias else None)
+        return _product(self, x, self.bias if self.adds_bias else None)
 
 
 Linear = nn.Linear | ParallelLinear | QuantizedLinear
@@ -54,13 +55,6 @@ def base_linears(transformer: DiffusionTransformer) -> Iterator[tuple[str, Linea
     for path, module in transformer.blocks.named_modules(prefix="blocks"):
         if isinstance(module, Linear):
             yield path, module
-
-
-def holds_base(transformer: DiffusionTransformer) -> bool:
-    """Return whether weights of the blocks' linears are no parameters, but 8-bit or in host memory."""
-    # Not m.weight: ZeRO-3 may gather a parameter that is read as an attribute.
-    linears = (dict(m.named_parameters(recurse=False)) for _, m in base_linears(transformer))
-    return any("weight" not in parameters for parameters in linears)
 
 
 def quantize_base(transformer: DiffusionTransformer, kind: Quantization) -> None:
@@ -74,8 +68,13 @@ def quantize_base(transformer: DiffusionTransformer, kind: Quantization) -> None
         dtype = torch.int8 if isinstance(parent, BlockModulation) else DTYPES[kind]
         if isinstance(linear, nn.Linear):
             transformer.set_submodule(path, QuantizedLinear(linear, dtype))
-        else:
+        elif isinstance(linear, ParallelLinear):
             _quantize(linear, linear.weight, dtype)
+            linear.own_product = _product
+
+
+def _product(linear: Any, x: Tensor, bias: Tensor | None) -> Tensor:
+    return quantized_linear(x, linear.weight, linear.scale, bias)
 
 
 def _quantize(module: nn.Module, weight: Tensor, dtype: torch.dtype) -> None:
@@ -102,6 +101,9 @@ class QuantizedWeight:
     @property
     def shape(self) -> torch.Size:
         return self.q.shape
+
+    def any(self) -> Tensor:
+        return self.q.any()
 
     def copy_(self, values: Tensor) -> None:
         values = values.to(self.device)

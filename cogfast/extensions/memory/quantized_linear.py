@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -123,6 +123,10 @@ def _of_rows(op: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return lambda x, *given: op(x.reshape(-1, x.shape[-1]), *given).view(*x.shape[:-1], -1)
 
 
+def _flops(x: torch.Size, q: torch.Size, *others: Any, **out: Any) -> int:
+    return 2 * q.numel() * x.numel() // x[-1]
+
+
 def _register_linear(
     name: str, gpu: tuple[Product, Gradient], cpu: tuple[Product, Gradient]
 ) -> Product:
@@ -135,12 +139,14 @@ def _register_linear(
         gpu=_of_rows(gpu[0]),
         cpu=_of_rows(cpu[0]),
         fake=lambda x, q, scale, bias: x.new_empty(*x.shape[:-1], q.shape[0]),
+        flops=_flops,
     )
     gradient = register_op(
         f"{name}_backward(Tensor dy, Tensor q, Tensor scale) -> Tensor",
         gpu=_of_rows(gpu[1]),
         cpu=_of_rows(cpu[1]),
         fake=lambda dy, q, scale: dy.new_empty(*dy.shape[:-1], q.shape[1]),
+        flops=_flops,
     )
 
     class FrozenLinear(torch.autograd.Function):

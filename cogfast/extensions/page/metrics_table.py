@@ -1,22 +1,15 @@
-"""Reads metrics.jsonl and turns its lines into columns of numbers for the plots of a page."""
+"""Turns the lines of metrics.jsonl into columns of numbers for the plots of a page."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Annotated, NotRequired
 
 import numpy as np
 
-from cogfast.core.files import read_limited
-from cogfast.core.json_files import Range, keys, parse_json
+from cogfast.train.run.metrics_file import MOST_STEP
 
-_NUMBER = NotRequired[float | None]
-_MOST_STEP = 2**53  # JavaScript's largest exact integer
-_STEP = Annotated[int, Range(0, _MOST_STEP)]
-_LINE = keys({"step": _STEP, "loss": _NUMBER, "loss_running": _NUMBER, "valid_loss": _NUMBER})
 _NUMBERS = (float, int, type(None))
 _LARGEST = sys.float_info.max
 MOST_POINTS = 10_000  # of a column: a browser draws them within a frame
@@ -37,38 +30,6 @@ class Column:
     @property
     def last(self) -> float:
         return self.finite[-1]
-
-
-@dataclass(frozen=True, slots=True)
-class MetricsFile:
-    """The lines of a metrics file that can be read.
-
-    problems: why others cannot. cut: why the last one, which does not end in a newline, cannot.
-    """
-
-    lines: list[dict]
-    problems: list[str]
-    cut: str | None = None
-
-
-def read_metrics(path: Path) -> MetricsFile:
-    try:
-        texts = read_limited(path).split(b"\n")
-    except ValueError as error:
-        return MetricsFile([], [str(error)])
-    lines, problems, cut = [], [], None
-    for number, text in enumerate(texts, 1):
-        if not text.strip():
-            continue
-        try:
-            lines.append(parse_json(text, _LINE, f"line {number}"))
-        except ValueError as error:
-            # The last newline is followed by nothing, or by a line that a crash has cut.
-            if number == len(texts):
-                cut = str(error)
-            else:
-                problems.append(str(error))
-    return MetricsFile(lines, problems, cut)
 
 
 def to_columns(lines: Iterable[Mapping]) -> dict[str, Column]:
@@ -135,4 +96,4 @@ def encode(
 def _shortened(value: float) -> float | int:
     """Round a number to its significant digits. 3.0 becomes 3, which is shorter in JSON."""
     rounded = float(f"{value:.{_DIGITS}g}")
-    return int(rounded) if rounded.is_integer() and abs(rounded) < _MOST_STEP else rounded
+    return int(rounded) if rounded.is_integer() and abs(rounded) < MOST_STEP else rounded

@@ -6,17 +6,14 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
-import logging
 import os
 import re
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict
 from datetime import datetime
 from functools import cache
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined, Template
@@ -24,20 +21,13 @@ from markupsafe import Markup
 
 from cogfast import __version__
 from cogfast.config.sat_unused import LOSS, NETWORK, NETWORKS
-from cogfast.core.addresses import shown
 from cogfast.core.files import WriteError, read_limited, write_text
-from cogfast.core.keys import DEFAULT
 from cogfast.core.values import OF_TEXTS, printable
 from cogfast.extensions.page.metrics_table import MOST_POINTS, encode
-from cogfast.extensions.page.record import FACTS, Facts, RunRecord, is_run, read_run
+from cogfast.extensions.page.record import RunRecord, is_run, read_run
 from cogfast.extensions.sample.flags import input_words
 from cogfast.model.keys import ModelKeys, conditions_of_run
 from cogfast.model.weights.checkpoint_manifest import is_in_run, run_of
-
-if TYPE_CHECKING:  # `cogfast report` needs no PyTorch
-    from cogfast.train.keys import TrainKeys
-
-logger = logging.getLogger(__name__)
 
 NAME = "index.html"
 _STATIC = Path(__file__).parent / "static"
@@ -60,6 +50,7 @@ _PLOTS = (
     ("Kept share of attention, estimated", r"attention_kept(?:_layer_\d+)?", "", False),
     ("Throughput", "samples_per_s", "samples/s", True),
     ("Score", "score/.+", "", False),
+    ("Logged by the trainer", "log/.+", "", True),
 )
 _LABELS = {
     "loss": "training",
@@ -70,58 +61,6 @@ _LABELS = {
     "step_ms": "whole step",
     "attention_kept": "all layers",
 }
-
-
-class RunPage:
-    """The page in a run's folder. A failure to write it is logged once; training continues."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.has_failed = False
-
-    def write(self, history: Sequence[Mapping], is_active: bool) -> None:
-        """Write the page. history: the lines of metrics.jsonl. is_active: the page reloads itself."""
-        try:
-            path = self.folder / NAME
-            write_page(path, page_of([read_run(self.folder, history)], path, is_active))
-            self.has_failed = False
-        # A page is worth no run: whatever a damaged folder or a full disk raises is logged.
-        except Exception as error:
-            if not self.has_failed:
-                text = "the page of the run is not written (%s: %s); training continues"
-                logger.warning(text, type(error).__name__, error)
-            self.has_failed = True
-
-
-def write_facts(
-    folder: Path,
-    given: Mapping[str, Any],
-    origins: Mapping[str, str],
-    allow_import: Sequence[str],
-    args: TrainKeys,
-    attention_backend: str | None,
-    adapters: str | None,
-    **numbers: Any,
-) -> None:
-    """Write the facts of a run that its page shows and no other file has; a full disk is logged.
-
-    given: the section args of the configuration. attention_backend: the one that was chosen, if any. adapters: LoRA's, in words. numbers: num_steps,
-    global_batch, num_samples, num_trained and shows_ema.
-    """
-    used = args.model_dump()
-    used["attention_backend"] = attention_backend or args.attention_backend
-    effective: dict[str, object] = {
-        f"args.{key}": value for key, value in used.items() if value != given.get(key)
-    }
-    if adapters is not None:
-        effective["adapters"] = adapters
-    origins = {key: origin for key, origin in origins.items() if origin != DEFAULT}
-    allowed = list(allow_import)
-    facts = Facts(origins=origins, allow_import=allowed, effective=effective, **numbers)
-    try:
-        write_text(folder / FACTS, json.dumps(shown(asdict(facts)), indent=1, default=str) + "\n")
-    except WriteError as error:
-        logger.warning("%s; training continues", error)
 
 
 def write_page(path: Path, document: str) -> None:

@@ -21,10 +21,11 @@ from cogfast.config.yaml_files import read_yaml, to_dict
 from cogfast.core.json_files import Range, brief, read_json, read_limited
 from cogfast.core.keys import find_origin
 from cogfast.core.values import counted, leaves, printable
-from cogfast.extensions.page.metrics_table import Column, read_metrics, to_columns
+from cogfast.extensions.page.metrics_table import Column, to_columns
 from cogfast.model.keys import ModelKeys
 from cogfast.model.weights.checkpoint_manifest import newest_checkpoint, step_of
 from cogfast.train.keys import TrainKeys
+from cogfast.train.run.metrics_file import read_metrics
 
 FACTS, _METRICS, CONFIG = "run_facts.json", "metrics.jsonl", "training_config.yaml"
 _BAD_FILES = ("bad_samples.jsonl", "bad_samples_valid.jsonl")

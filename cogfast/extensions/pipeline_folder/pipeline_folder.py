@@ -10,7 +10,6 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import logging
-import re
 import textwrap
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -20,8 +19,8 @@ import torch
 
 from cogfast.config.sat_network import NETWORK_KEY, POSITION_KEY, NetworkParams
 from cogfast.config.sat_unused import BF16, DENOISER, FIRST_STAGE, FP16, SAMPLER, TEXT_ENCODERS
-from cogfast.config.yaml_files import CONFIGS
-from cogfast.core.addresses import is_url
+from cogfast.config.yaml_files import CONFIGS, PLACEHOLDER
+from cogfast.core.addresses import is_hub_id, is_url
 from cogfast.core.component import is_none
 from cogfast.core.json_files import InsideNames, keys, read_json
 from cogfast.core.keys import COMMAND_LINE, DEFAULT, Settings, find_origin
@@ -32,8 +31,8 @@ from cogfast.diffusion.noise_schedule import ZeroSNRDDPMDiscretization
 from cogfast.extensions.conditions.check import condition_values
 from cogfast.extensions.formats.image_scale import stock_scale
 from cogfast.extensions.formats.vae import read_vae_config
-from cogfast.extensions.sample.flags import addresses, as_words
 from cogfast.extensions.stores.mirror import copy_of
+from cogfast.extensions.stores.weight_addresses import as_words, weight_addresses
 from cogfast.model.autoencoder import VideoAutoencoder
 from cogfast.model.config import Family, TransformerConfig
 from cogfast.model.keys import ModelKeys, WeightKeys
@@ -43,8 +42,6 @@ from cogfast.train.keys import TrainKeys
 
 logger = logging.getLogger(__name__)
 
-# Upstream's files mark paths that the user must fill in: "{your CogVideoX SAT folder}/transformer".
-PLACEHOLDER = re.compile(r"\{your [^}]*\}")
 _LOAD = WeightKeys.key("load")
 _SCALE = ModelKeys.key("scale_factor")
 # Dotted keys of the model section where a noise schedule is configured.
@@ -81,7 +78,6 @@ _BETAS = {"snr_shift_scale": 3.0, "beta_start": 0.00085, "beta_end": 0.0120}
 # Param of the discretization -> key of scheduler_config.json
 _DISCRETIZATION = dict(zip(("shift_scale", "linear_start", "linear_end"), _BETAS, strict=True))
 _INTERPOLATIONS = ("height_interpolation", "width_interpolation", "time_interpolation")
-_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", re.ASCII)
 _WEIGHTS = {
     "transformer": "diffusion_pytorch_model.safetensors",
     "vae": "diffusion_pytorch_model.safetensors",
@@ -90,11 +86,6 @@ _WEIGHTS = {
 _WANTED = ["model_index.json", "scheduler/*.json", "tokenizer/*.json", "tokenizer/spiece.model"]
 _WANTED += [f"{part}/*.{suffix}" for part in _WEIGHTS for suffix in ("json", "safetensors")]
 _DUPLICATES = ["*.fp16*"]  # the same weights, rounded
-
-
-def is_hub_id(name: str) -> bool:
-    """Whether `name` is the id of a model of the hub and no path on this machine."""
-    return _ID.fullmatch(name) is not None and not Path(name).exists()
 
 
 def hub_folder(name: str, key: str = _LOAD, may_download: bool = True) -> Path:
@@ -122,10 +113,9 @@ def hub_folder(name: str, key: str = _LOAD, may_download: bool = True) -> Path:
             # The second error says more than that the cache lacks the model.
             why = f" ({' '.join(str(error).split())[:100]})"
             continue
-        missing = [file for file in needed_files(Path(found)) if not (Path(found) / file).is_file()]
-        if not missing:
+        if (missing := missing_file(Path(found))) is None:
             return Path(found)
-        why = f" ({found} has no {missing[0]})"
+        why = f" ({found} has no {missing})"
     download = "; --dry-run and a run's file download nothing, nor does plan" * (not may_download)
     fix = "correct it (a relative path starts at the current folder)"
     # Beside other folders, a wrong path is more likely than a model that was not downloaded.
@@ -136,7 +126,12 @@ def hub_folder(name: str, key: str = _LOAD, may_download: bool = True) -> Path:
     raise ValueError(text)
 
 
-def needed_files(folder: Path) -> Iterator[str]:
+def missing_file(folder: Path) -> str | None:
+    """Return the first file that a whole pipeline has and a folder lacks; None if it has all."""
+    return next((file for file in _needed_files(folder) if not (folder / file).is_file()), None)
+
+
+def _needed_files(folder: Path) -> Iterator[str]:
     """Yield the files that a whole pipeline has, shards included."""
     yield from ("model_index.json", "scheduler/scheduler_config.json")
     # Either file is enough for the tokenizer.
@@ -228,7 +223,7 @@ def _copies(
     sections: Mapping[str, Any], origins: Mapping[str, str], may_download: bool, is_of_run: bool
 ) -> dict[str, tuple[Any, str | None]]:
     """Return the folders of this machine for the URLs of weights; what the run writes has the URLs."""
-    given = addresses(sections)
+    given = weight_addresses(sections)
     theirs = {k: v for k, v in given.items() if _is_theirs(origins, k, is_of_run)}
     if theirs and (is_of_run or may_download):
         words, note = as_words(theirs)

@@ -39,8 +39,7 @@ class Encoders:
     text_bytes, stage_bytes: of weights. text_peak: of encoding a micro-batch's captions. in_step:
     whether training steps use (text encoder, first stage). in_evaluation: whether evaluations use both.
     encodes_clips: whether steps encode whole clips, not only first frames. shape: (B, F, H, W) of a
-    micro-batch. num_videos: of a sample, with a control or masked video.
-    is_known: whether the first stage is the VAE of CogVideoX, whose peaks are known. mode: that of
+    micro-batch. num_videos: of a sample, with a control or masked video. mode: that of
     first_stage_config.params.encode_chunks, or auto. are_offloaded: args.offload_encoders.
     """
 
@@ -52,10 +51,14 @@ class Encoders:
     encodes_clips: bool = False
     num_videos: int = 1
     shape: tuple[int, int, int, int]
-    is_known: bool = False
     mode: str = "auto"
     number_bytes: int = 2
     are_offloaded: bool = False
+
+    @property
+    def is_known(self) -> bool:
+        """Whether the first stage is the VAE of CogVideoX, whose peaks are known."""
+        return self.stage_bytes > 0
 
     def resident(self, is_evaluated: bool = False) -> int:
         """Return the bytes of weights that stay on the device."""
@@ -146,7 +149,6 @@ def find_encoders(
         encodes_clips=encodes_clips,
         num_videos=1 + len({"control", "masked_video"} & set(model.inputs)),
         shape=shape,
-        is_known=is_known,
         mode=mode,
         number_bytes=number_bytes,
         are_offloaded=args.offload_encoders,

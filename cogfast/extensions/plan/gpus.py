@@ -17,14 +17,13 @@ INSTALL_FLASH_ATTENTION = "pip install '.[fa4]'"
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Shares:
     """Shares of a data sheet's rates that work reaches: matrix products, ops that are bound by memory,
-    transfers over links, and attention by backend, forward and backward at a head width of 64. source: who
-    measured those that differ from the defaults, which are an H100's and assumed elsewhere."""
+    transfers over links, and attention by backend, forward and backward at a head width of 64. The defaults are
+    an H100's, and assumed elsewhere."""
 
     matmul: float = 0.65
     memory: float = 0.85
     link: float = 0.8
     attention: Mapping[str, tuple[float, float]] = field(default_factory=dict)
-    source: str = "assumed: no measurement was found"
 
     def attention_of(self, backend: str | None) -> tuple[float, float]:
         """Return the shares of a backend, or those that are assumed where they are not known."""
@@ -38,9 +37,9 @@ class Shares:
         return min(known, key=time, default=None)
 
 
-# Products reach 0.65 on an H100, 0.81 of the best one that stas00/ml-engineering publishes for it
-# (compute/accelerator/README.md: 0.80). Elsewhere 0.81 of the best published one is assumed, from there or
-# from xzwgit/gpu-flops-bench. The clocks of RTX cards exceed those of their data sheets.
+# Products reach 0.65 on an H100, 0.81 of the best one that is published for it. Elsewhere 0.81 of the best published
+# one is assumed. The clocks of RTX cards exceed those of their data sheets. An H100's attention was measured by
+# bench.gpu_run. docs/diagnostics.md has the sources.
 _HOPPER = Shares(
     attention={
         "fa4": (0.54, 0.55),
@@ -48,42 +47,27 @@ _HOPPER = Shares(
         "cudnn": (0.43, 0.43),
         "flash": (0.31, 0.28),
         "efficient": (0.137, 0.103),
-    },
-    source="bench/results/h100-2026-11-26, on an H100 SXM; fa3: FlashAttention-3, arXiv:2407.08608",
+    }
 )
-# Backward is assumed to reach what forward does, as on an H100. Memory: RMSNorm moves 6.4 TB/s.
+# Backward is assumed to reach what forward does, as on an H100.
 _B200 = Shares(
     matmul=0.63,
     memory=0.80,
     attention={"cudnn": (0.40, 0.40), "fa4": (0.39, 0.39), "flash": (0.17, 0.15)},
-    source="Dao-AILab/flash-attention #2605, #1589; ml-engineering; NVIDIA/cudnn-frontend's norms (GB200)",
 )
-_B300 = Shares(
-    matmul=0.64,
-    memory=0.80,
-    attention={"fa4": (0.54, 0.54), "cudnn": (0.51, 0.51)},
-    source="#2605, as fast as a GB300 (1,225 and 1,157 TFLOP/s); ml-engineering; norms (GB300)",
-)
-_A100 = Shares(
-    matmul=0.70,
-    attention={"flash": (0.56, 0.56)},
-    source="FlashAttention-2's chart of 16k tokens, forward and backward together; ml-engineering",
-)
-_RTX_PRO = Shares(matmul=0.74, source="gpu-flops-bench: 458 TFLOP/s")
-_RTX_5090 = Shares(matmul=0.98, source="gpu-flops-bench: 254 TFLOP/s")
-_RTX_4090 = Shares(matmul=0.88, source="gpu-flops-bench: 179 TFLOP/s")
+_B300 = Shares(matmul=0.64, memory=0.80, attention={"fa4": (0.54, 0.54), "cudnn": (0.51, 0.51)})
+_A100 = Shares(matmul=0.70, attention={"flash": (0.56, 0.56)})
 
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """sheet: NVIDIA's data sheet of the rates. copy_tb_per_s: of the memory; matmul_tflop_per_s: of bf16
+    """Rates of NVIDIA's data sheet. copy_tb_per_s: of the memory; matmul_tflop_per_s: of bf16
     matrix products with float32 sums, half of fp8's; link_gb_per_s: to the other GPUs of a machine, in one
     direction (NVLink, or PCIe for cards without it); words: all of them are in torch's name of the device;
     memory_gib: that torch reports, a little less than what is sold; host_gb_per_s: to the host's memory, in
     one direction (PCIe 6: 128, 5: 64, 4: 32); least_gib: distinguishes cards of one name."""
 
     name: str
-    sheet: str
     copy_tb_per_s: float
     matmul_tflop_per_s: float
     link_gb_per_s: float
@@ -96,21 +80,21 @@ class Gpu:
 
 # The first entry that matches a device counts. Hopper chips but H20's are assumed to reach the same shares.
 GPUS = (
-    Gpu("b300", "HGX B300", 8.0, 2250, 900, ("b300",), 267.7, _B300, 128),
-    Gpu("b200", "HGX B200", 8.0, 2250, 900, ("b200",), 178.3, _B200),
-    Gpu("h200", "H200", 4.8, 989, 450, ("h200",), 139.8, _HOPPER),
-    Gpu("h100-pcie", "H100", 2.0, 756, 64, ("h100", "pcie"), 79.1, _HOPPER),
-    Gpu("h100-nvl", "H100 NVL", 3.94, 835, 300, ("h100", "nvl"), 93.0, _HOPPER),
-    Gpu("h100-80", "H100", 3.35, 989, 450, ("h100",), 79.1, _HOPPER),
-    Gpu("h800", "H800", 3.35, 989, 200, ("h800",), 79.1, _HOPPER),
-    Gpu("h20", "H20", 4.0, 148, 450, ("h20",), 95.0),
-    Gpu("a100-80", "A100", 2.04, 312, 300, ("a100",), 79.2, _A100, 32, 60),
-    Gpu("a100-40", "A100", 1.55, 312, 300, ("a100",), 39.4, _A100, 32),
-    Gpu("a800", "A800", 2.04, 312, 200, ("a800",), 79.2, _A100, 32),
-    Gpu("l40s", "L40S", 0.864, 362, 32, ("l40s",), 44.4, Shares(), 32),
-    Gpu("rtx-pro-6000", "RTX PRO Blackwell", 1.792, 503.8, 64, ("pro 6000",), 94.9, _RTX_PRO),
-    Gpu("5090", "RTX Blackwell", 1.792, 209.5, 64, ("5090",), 31.3, _RTX_5090),
-    Gpu("4090", "Ada", 1.008, 165, 32, ("4090",), 23.6, _RTX_4090, 32),
+    Gpu("b300", 8.0, 2250, 900, ("b300",), 267.7, _B300, 128),
+    Gpu("b200", 8.0, 2250, 900, ("b200",), 178.3, _B200),
+    Gpu("h200", 4.8, 989, 450, ("h200",), 139.8, _HOPPER),
+    Gpu("h100-pcie", 2.0, 756, 64, ("h100", "pcie"), 79.1, _HOPPER),
+    Gpu("h100-nvl", 3.94, 835, 300, ("h100", "nvl"), 93.0, _HOPPER),
+    Gpu("h100-80", 3.35, 989, 450, ("h100",), 79.1, _HOPPER),
+    Gpu("h800", 3.35, 989, 200, ("h800",), 79.1, _HOPPER),
+    Gpu("h20", 4.0, 148, 450, ("h20",), 95.0),
+    Gpu("a100-80", 2.04, 312, 300, ("a100",), 79.2, _A100, 32, 60),
+    Gpu("a100-40", 1.55, 312, 300, ("a100",), 39.4, _A100, 32),
+    Gpu("a800", 2.04, 312, 200, ("a800",), 79.2, _A100, 32),
+    Gpu("l40s", 0.864, 362, 32, ("l40s",), 44.4, Shares(), 32),
+    Gpu("rtx-pro-6000", 1.792, 503.8, 64, ("pro 6000",), 94.9, Shares(matmul=0.74)),
+    Gpu("5090", 1.792, 209.5, 64, ("5090",), 31.3, Shares(matmul=0.98)),
+    Gpu("4090", 1.008, 165, 32, ("4090",), 23.6, Shares(matmul=0.88), 32),
 )
 
 
@@ -122,6 +106,12 @@ def cost_without_flash_attention(gpu: Gpu | None) -> str | None:
     if gpu is None or "fa4" not in gpu.shares.attention:
         return f"{cost}; on this GPU it has not been timed"
     return cost if gpu.shares.fastest(gpu.shares.attention) in ("fa3", "fa4") else None
+
+
+def without_flash_attention(device: torch.device) -> str | None:
+    """Return what a run on a device loses without flash-attn 3 and 4, and how to install them, or None."""
+    cost = cost_without_flash_attention(gpu_of(device))
+    return f"{cost}: {INSTALL_FLASH_ATTENTION}" if cost else None
 
 
 def parse_gpu(text: str) -> tuple[str, int, Gpu | None]:

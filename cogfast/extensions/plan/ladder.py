@@ -2,7 +2,6 @@
 
 `climb` makes them one after the other until the plan fits, and then takes back what is not needed.
 args.fit=auto makes the changes, `cogfast plan` and the error of a run that is out of memory name them.
-`apply_checkpointing` gives the blocks of a run their policies, also those of `auto`.
 """
 
 from __future__ import annotations
@@ -10,7 +9,8 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -18,7 +18,6 @@ from cogfast.config.sat_network import VAE_KEY
 from cogfast.core.device_memory import free_memory
 from cogfast.distributed.process_groups import ProcessGroups
 from cogfast.extensions.memory.keys import MemoryKeys
-from cogfast.extensions.memory.offloaded_activations import OffloadedActivations
 from cogfast.extensions.memory.quantized_base import base_linears
 from cogfast.extensions.plan.memory import (
     FIT,
@@ -28,12 +27,14 @@ from cogfast.extensions.plan.memory import (
     Setup,
     choose_policies,
     plan_memory,
+    setup_of,
     usable,
 )
-from cogfast.extensions.plan.trace import Traces
-from cogfast.model.transformer import DiffusionTransformer
-from cogfast.train.activation_checkpointing import LADDER, Policy, apply_policies, describe
-from cogfast.train.keys import TrainKeys
+from cogfast.train.activation_checkpointing import LADDER, Policy, describe
+from cogfast.train.run.opened import Run
+
+if TYPE_CHECKING:
+    from cogfast.train.run.parts import Launch
 
 logger = logging.getLogger(__name__)
 
@@ -67,7 +68,7 @@ class Fitted:
         return f"{' '.join(self.changes)}: {peak}"
 
 
-Change = Callable[[int, Traces | None, Mapping[str, Any]], Setup]  # setup_of, of one run
+Change = Callable[..., Setup]  # setup_of, of one run
 
 
 def climb(plan: MemoryPlan, change: Change, has_gpus: bool = False) -> Fitted:
@@ -153,15 +154,17 @@ def _rungs(setup: Setup, has_gpus: bool) -> Iterator[dict[str, Any]]:
         number *= 2
 
 
-def fit_to_device(change: Change, groups: ProcessGroups) -> dict[str, Any]:
-    """Return {dotted key: value} with which a run fits on the device of the rank with the least memory.
+def fit(launch: Launch) -> Run:
+    """Return the run with the changes with which it fits on the device of the rank with the least memory.
 
     All ranks return the same. Raises ValueError if the whole ladder does not make it fit.
     """
+    run, groups = launch.run, launch.groups
     free, total = free_memory(groups.device)
     # Memory that other programs hold counts like a smaller card.
     card = min(groups.gather(int(min(total, free / (1 - MARGIN)))))
-    plan = plan_memory(change(groups.world_size, None, {}), card)
+    change = partial(setup_of, run)
+    plan = plan_memory(change(groups.world_size), card)
     found = climb(plan, change)
     if not found.plan.fits:
         text = f"{FIT}: the run takes {plan.peak / GIB:.1f} GiB of {card / GIB:.1f}, and still {found.describe()}; "
@@ -170,38 +173,23 @@ def fit_to_device(change: Change, groups: ProcessGroups) -> dict[str, Any]:
     if groups.is_main:
         for line in fit_lines(found):
             logger.info("%s: %s", FIT, line)
-    return found.values
+    return run.with_values(found.values, FIT)
 
 
-def apply_checkpointing(
-    transformer: DiffusionTransformer, args: TrainKeys, groups: ProcessGroups, setup: Setup | None
-) -> tuple[Policy, ...]:
-    """Run each block under the policy of args.activation_checkpointing; return the policies.
+def policies_that_fit(setup: Setup, groups: ProcessGroups) -> tuple[Policy, ...]:
+    """Return the policies of `auto` for the memory that is left, the same on all ranks.
 
-    Call it when all that lasts is in memory: `auto` chooses for the rest, the same on all ranks.
-    setup: of the run; None if it cannot be predicted, in which case `auto` is full.
+    Call it when all that lasts is in memory.
     """
-    number, choice = len(transformer.blocks), args.activation_checkpointing
-    assert choice is not None, "from_config chooses one"
-    policies: tuple[Policy, ...] = ("full" if choice == "auto" else choice,) * number
-    if choice == "auto" and setup is not None:
-        device = groups.device
-        free, total = free_memory(device)
-        # The plan counts what lasts, which is in memory already. No allocator counts on a CPU.
-        is_gpu = device.type == "cuda"
-        held = torch.cuda.memory_allocated(device) if is_gpu else sum(setup.base_parts().values())
-        budget = free - total + usable(total) + held - setup.gap_bytes
-        chosen = choose_policies(setup, budget)
-        # The rank with the least memory decides: its blocks have climbed LADDER least.
-        policies = min(groups.gather(chosen), key=lambda each: sum(map(LADDER.index, each)))
-        logger.info("activation checkpointing: %s", describe(policies))
-    elif choice == "auto":
-        text = "activation checkpointing: %s, because the memory of the run cannot be predicted; "
-        more = "args.activation_checkpointing=attention_kept, pointwise or none keeps more"
-        logger.warning(text + more, describe(policies))
-    offload = OffloadedActivations(number, groups.device) if args.offload_activations else None
-    apply_policies(transformer, policies, args.compile, offload)
-    return policies
+    device = groups.device
+    free, total = free_memory(device)
+    # The plan counts what lasts, which is in memory already. No allocator counts on a CPU.
+    is_gpu = device.type == "cuda"
+    held = torch.cuda.memory_allocated(device) if is_gpu else sum(setup.base_parts().values())
+    budget = free - total + usable(total) + held - setup.gap_bytes
+    chosen = choose_policies(setup, budget)
+    # The rank with the least memory decides: its blocks have climbed LADDER least.
+    return min(groups.gather(chosen), key=lambda each: sum(map(LADDER.index, each)))
 
 
 def fit_lines(found: Fitted) -> list[str]:

@@ -19,7 +19,6 @@ from typing import Any
 
 import torch
 
-from cogfast.distributed.context_parallel import split_context
 from cogfast.distributed.tensor_parallel import ParallelGroup
 from cogfast.distributed.zero_engine import stage_and_sums
 from cogfast.extensions.memory.offloaded_activations import NUM_RESIDENT
@@ -28,10 +27,10 @@ from cogfast.extensions.plan.trace import Trace, Traces
 from cogfast.extensions.plan.zero import (
     DEFAULT_BUCKET,
     Gradients,
-    State,
     ZeroRules,
     lasting_state,
     num_trained,
+    offloaded_blocks,
     step_bytes,
 )
 from cogfast.extensions.prodigy_muon.optimizers import Muon
@@ -93,7 +92,7 @@ class Setup:
         return num_trained(self.transformer)
 
     @cached_property
-    def state(self) -> State:
+    def state(self) -> dict[str, int]:
         return lasting_state(self.transformer, self.rules)
 
     def kept(self, policies: Sequence[Policy]) -> list[int]:
@@ -113,27 +112,23 @@ class Setup:
 
     def base_parts(self, is_evaluated: bool = False) -> dict[str, int]:
         """Return the bytes that last from step to step, by part."""
-        state, encoders = self.state, self.encoders.resident(is_evaluated or self.is_sampling)
+        encoders = self.encoders.resident(is_evaluated or self.is_sampling)
         if self.is_sampling:
-            return {"weights": state.weights, "encoders": encoders, "workspaces": _WORKSPACE}
-        return {
-            "weights": state.weights,
-            "master weights": state.master,
-            "moments": state.moments,
-            "EMA": state.ema,
-            "encoders": encoders,
-            "batches, workspaces": self.batch_bytes + _WORKSPACE,
-        }
+            weights = self.state["weights"]
+            return {"weights": weights, "encoders": encoders, "workspaces": _WORKSPACE}
+        batches = self.batch_bytes + _WORKSPACE
+        return {**self.state, "encoders": encoders, "batches, workspaces": batches}
 
     def host_parts(self, policies: Sequence[Policy]) -> dict[str, int]:
         """Return the bytes of pinned host memory of one rank, by what they hold."""
-        offloaded = self.kept(policies)[:-NUM_RESIDENT] if self.args.offload_activations else []
-        waiting = replace(self.encoders, are_offloaded=False)
+        args, waiting = self.args, replace(self.encoders, are_offloaded=False)
+        kept = self.kept(policies) if args.offload_activations else []
+        average = 4 * self.rules.partition(self.num_trained)  # in float32
         return {
-            "activations": sum(offloaded),
-            "encoders": waiting.resident(is_evaluated=True) if self.encoders.are_offloaded else 0,
-            "blocks": self.state.host_blocks,
-            "EMA": self.state.host_ema,
+            "activations": sum(kept[:-NUM_RESIDENT]),
+            "encoders": waiting.resident(is_evaluated=True) * args.offload_encoders,
+            "blocks": offloaded_blocks(self.transformer)[0],
+            "EMA": average if args.ema_device == "cpu" else 0,
         }
 
 
@@ -297,11 +292,9 @@ def setup_of(
     tensor, context = args.model_parallel_size, args.context_parallel_size
     if traces is None:
         # The shard of the rank that has most, without memory and processes
-        group = stand_in(0, tensor) if tensor > 1 else None
-        transformer = build_on_meta(run.network, args, group)
-        if context > 1:
-            split_context(transformer, stand_in(context - 1, context))
-        traces = Traces(transformer)
+        of_tensor = stand_in(0, tensor) if tensor > 1 else None
+        of_context = stand_in(context - 1, context) if context > 1 else None
+        traces = Traces(build_on_meta(run.network, args, of_tensor, of_context))
     model = traces.transformer.config
     data = run.data_arguments
     clip, batches = largest_size(data, model), batch_sizes(data, model)

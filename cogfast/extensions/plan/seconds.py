@@ -17,13 +17,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from cogfast.extensions.memory.offloaded_activations import NUM_RESIDENT
 from cogfast.extensions.plan.gpus import Gpu
 from cogfast.extensions.plan.memory import MemoryPlan, Setup
-from cogfast.extensions.plan.trace import Work, train_flops
+from cogfast.extensions.plan.trace import Work
+from cogfast.extensions.plan.zero import offloaded_blocks
 from cogfast.extensions.prodigy_muon.optimizers import NUM_ITERATIONS
 from cogfast.model.weights.shard import whole_shape
 from cogfast.train.optimizer import muon_matrices
+from cogfast.train.watchers.model_flops import train_flops
 
 _LINK_BETWEEN = 45e9  # bytes/s of a GPU to other machines: a 400 Gbit/s card for each, at 90%
 GPUS_PER_MACHINE = 8
@@ -67,7 +68,6 @@ class StepTime:
     transfers: float
     mfu: float
     samples_per_second: float
-    source: str
     attention_rates: str
 
     @property
@@ -122,7 +122,7 @@ def predict_step(plan: MemoryPlan, gpu: Gpu, backend: str | None = None) -> Step
         found["matmul"] += muon_flops(setup) / (gpu.shares.matmul * gpu.matmul_tflop_per_s * 1e12)
     # FusedStep moves the state in and out, gradients twice, and new weights.
     moved = rules.partition(setup.num_trained) * (2 * rules.sum_bytes + rules.weight_bytes)
-    moved += 2 * (setup.state.master + setup.state.moments + setup.state.ema)
+    moved += 2 * (sum(setup.state.values()) - setup.state["weights"])
     found["memory"] += moved / (gpu.shares.memory * gpu.copy_tb_per_s * 1e12)
     computed = sum(found.values())
     links = _links(setup, forward + others, gpu, computed)
@@ -138,7 +138,6 @@ def predict_step(plan: MemoryPlan, gpu: Gpu, backend: str | None = None) -> Step
         transfers=times * transfers,
         mfu=flops / seconds / (gpu.matmul_tflop_per_s * 1e12),
         samples_per_second=samples / seconds,
-        source=f"a prediction from the data sheet of {gpu.name}",
         attention_rates=_attention_rates(gpu, backend, share is not None, forward),
     )
 
@@ -220,9 +219,9 @@ def _transfers(plan: MemoryPlan, gpu: Gpu, forward: float, others: float) -> flo
 
     In forward the two directions are used at once: the slower one counts.
     """
-    setup, rate = plan.setup, gpu.shares.link * gpu.host_gb_per_s * 1e9
-    kept = sum(setup.kept(plan.policies)[:-NUM_RESIDENT]) if setup.args.offload_activations else 0
+    rate, on_host = gpu.shares.link * gpu.host_gb_per_s * 1e9, plan.setup.host_parts(plan.policies)
     # Two blocks wait in their slots from one pass to the next.
-    blocks = max(0, setup.state.host_blocks - setup.state.slots)
+    _, slots = offloaded_blocks(plan.setup.transformer)
+    kept, blocks = on_host["activations"], max(0, on_host["blocks"] - slots)
     exposed = max(0.0, max(kept, blocks) / rate - forward)
     return exposed + max(0.0, (kept + blocks) / rate - others)

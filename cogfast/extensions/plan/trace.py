@@ -19,7 +19,6 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
-from torch.utils.flop_counter import flop_registry
 
 from cogfast.core.live_bytes import LiveBytes
 from cogfast.distributed.context_parallel import ContextParallelRows
@@ -27,10 +26,10 @@ from cogfast.distributed.sequence_parallel import SequenceParallelBlock
 from cogfast.extensions.memory.quantized_base import Linear
 from cogfast.extensions.sparse.attention import Blocks
 from cogfast.kernels.qk_norm_rope3d import Rotation
-from cogfast.model.config import TransformerConfig
-from cogfast.model.transformer import DiffusionTransformer, assemble_transformer, freeze
+from cogfast.model.transformer import DiffusionTransformer
 from cogfast.train.activation_checkpointing import Policy, block_call
 from cogfast.train.video_size import LatentSize
+from cogfast.train.watchers.model_flops import block_inputs, flop_formulas
 
 Kind = Literal["matmul", "fp8", "attention", "attention backward", "memory", "sent"]
 
@@ -128,27 +127,10 @@ def scratch(op: Any, args: Sequence[Any]) -> int:
     return 0
 
 
-def _flops(packet: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> float:
-    """Return the FLOPs as PyTorch's counter counts them; 0 for an op that is no product."""
-    if packet in (*_INT8, *_FP8):
-        x, q = args[:2]
-        return 2 * q.numel() * x.numel() // x.shape[-1]
-    if packet is _ops.add_low_rank:
-        low, matrices = args[1:3]
-        rows = low.numel() // low.shape[-1]
-        return sum(2 * rows * matrix.numel() for matrix in matrices)
-    if packet in (_SPARSE, _SPARSE_BACKWARD):
-        b, s, h, d = args[0].shape
-        # Two products forward, and five backward, of the pairs of rows that are attended.
-        products = 2 if packet is _SPARSE else 5
-        return 2 * products * b * h * d * Blocks.of(s, args[-2]).attended(s, args[-1])
-    # LoRA adds to the input's gradient in place.
-    formula = flop_registry.get(_aten.addmm if packet is _aten.addmm_ else packet)
-    return 0 if formula is None else formula(*args, **kwargs, out_val=out)
-
-
-def _op_of(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> Op | None:
-    """Return what an op costs; None for one that moves nothing, such as a view."""
+def _op_of(
+    func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any, formula: Any
+) -> Op | None:
+    """Return what an op costs; None for one that moves nothing, such as a view. formula: of its FLOPs, or None."""
     packet = func._overloadpacket
     ring = lambda size: (size - 1) / size * _nbytes(args[0])
     if packet in (_sends.all_reduce, _sends.all_reduce_):
@@ -168,7 +150,7 @@ def _op_of(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) 
     num_bytes = _nbytes(*args, *kwargs.values(), *made)
     if not made:
         num_bytes += _nbytes(args[0])  # in place: read and written
-    flops = _flops(packet, args, kwargs, out)
+    flops = 0 if formula is None else formula(*args, **kwargs, out_val=out)
     kind: Kind = "matmul" if flops else "memory"
     if packet in _INT8:
         # The weight is written in the dtype of x, and read again by the product.
@@ -189,7 +171,7 @@ class _Recorder(LiveBytes):
         held = [module.weight for module in part.modules() if isinstance(module, Linear)]
         self.ignore([*part.parameters(), *part.buffers(), *held])
         self.trained = [p for p in part.parameters() if p.requires_grad]
-        self.work, self.base = Work(), 0
+        self.work, self.base, self.formulas = Work(), 0, flop_formulas()
         self.events: list[Event] = []
 
     def __torch_dispatch__(
@@ -198,7 +180,8 @@ class _Recorder(LiveBytes):
         if func._overloadpacket is _sends.wait_tensor:
             return args[0]  # PyTorch's version for the meta device makes another tensor
         out = super().__torch_dispatch__(func, types, args, kwargs)
-        op = _op_of(func, args, kwargs or {}, out)
+        formula = self.formulas.get(func._overloadpacket)
+        op = _op_of(func, args, kwargs or {}, out, formula)
         if op is not None:
             self.work[op] += 1
         return out
@@ -296,24 +279,16 @@ def trace_forward(transformer: DiffusionTransformer, shape: tuple[int, int]) -> 
 def _block_inputs(
     transformer: DiffusionTransformer, block: nn.Module, shape: tuple[int, int]
 ) -> tuple[Tensor, Tensor, int, Rotation | None]:
-    config, (batch, rows) = transformer.config, shape
-    num_text, whole, split = min(config.text_length, rows), rows, transformer.row_split
+    config, (batch, rows), whole = transformer.config, shape, shape[1]
+    split = transformer.runtime.row_split
     if isinstance(split, ContextParallelRows):
         split.rows = [rows] * split.group.size
         whole = rows * split.group.size
         split.num_text = min(config.text_length, whole)
+    hidden, conditioning, num_text, rotation = block_inputs(transformer, batch, rows, whole)
     if isinstance(block, SequenceParallelBlock) and not block.is_first:
-        rows //= block.group.size
-    rotation = None
-    if transformer.rotary is not None:
-        # One row of tokens: only the number of tokens counts here.
-        num_video = max(0, whole - config.text_length)
-        width = config.head_width // 16 * (2 * num_video + 3 + 3)
-        rotation = Rotation(torch.empty(2, width, device=_META), num_video, 1, 1)
-    empty = partial(torch.empty, dtype=transformer.dtype, device=_META)
-    is_trained = any(p.requires_grad for p in transformer.time_embedding.parameters())
-    conditioning = empty(batch, config.time_embed_dim, requires_grad=is_trained)
-    return empty(batch, rows, config.hidden_size), conditioning, num_text, rotation
+        hidden = hidden.new_empty(batch, rows // block.group.size, config.hidden_size)
+    return hidden, conditioning, num_text, rotation
 
 
 def trace_edges(transformer: DiffusionTransformer, size: LatentSize, batch: int) -> Edges:
@@ -339,8 +314,9 @@ def trace_edges(transformer: DiffusionTransformer, size: LatentSize, batch: int)
     text = empty(batch, config.text_length, config.text_hidden_size, dtype=transformer.dtype)
     conditions = None if extra <= 0 else empty(batch, extra, *shape[2:])
     x0, timesteps = empty(*shape), empty(batch, dtype=torch.int64)
-    calls, was_training = transformer.training_calls, transformer.training
-    source, transformer.block_source = transformer.block_source, None  # it has no memory here
+    runtime, was_training = transformer.runtime, transformer.training
+    # What brings weights to the blocks has no memory here.
+    transformer.runtime = replace(runtime, source=None)
     transformer.train().use_calls([boundary])
     try:
         with recorder:
@@ -356,8 +332,7 @@ def trace_edges(transformer: DiffusionTransformer, size: LatentSize, batch: int)
             del loss
             embed = recorder.take_events()
     finally:
-        transformer.block_source = source
-        transformer.use_calls(calls)
+        transformer.runtime = runtime
         transformer.train(was_training)
     first = Event(peak - recorder.base, peak - recorder.base, 0)
     return Edges(embedded[0], (first, *head[0]), embed, recorder.take_work())
@@ -386,27 +361,3 @@ class Traces:
     def block(self, number: int, shape: tuple[int, int], policy: Policy) -> Trace:
         first, has_input_gradient = self._alike[number]
         return self._block(first, shape, policy, has_input_gradient)
-
-
-@cache
-def train_flops(
-    config: TransformerConfig, num_tokens: int, sparse_share: float | None = None
-) -> float:
-    """Return the model FLOPs of training on one sample: those of its blocks, without recomputation.
-
-    With LoRA the adapters alone are trained. sparse_share: of blocks that attention leaves out.
-    """
-    # All blocks behind the first are alike, unless some have no adapters.
-    built = 2 if config.num_layers > 2 and config.lora_layers is None else config.num_layers
-    with torch.device("meta"):
-        transformer = assemble_transformer(replace(config, num_layers=built)).to(torch.bfloat16)
-    freeze(transformer, () if config.lora_rank is None else ["all"], is_lora_only=False)
-    transformer.use_sparse_attention(sparse_share)
-    traces = Traces(transformer)
-    flops = 0.0
-    for number in range(config.num_layers):
-        trace = traces.block(min(number, built - 1), (1, num_tokens), "none")
-        for op, times in (trace.forward_work + trace.backward_work).items():
-            # One of attention's five products backward is a recomputation.
-            flops += times * op.flops * (0.8 if op.kind == "attention backward" else 1)
-    return flops

@@ -14,7 +14,7 @@ from cogfast.distributed.fused_step import order_by_blocks
 from cogfast.extensions.memory.host_blocks import HostBlocks
 from cogfast.extensions.memory.host_ema import DEVICE_BYTES
 from cogfast.extensions.memory.keys import MemoryKeys
-from cogfast.extensions.memory.moment_codes import num_blocks
+from cogfast.kernels.fused_ema_adam import num_blocks
 from cogfast.model.transformer import DiffusionTransformer
 from cogfast.model.weights.shard import whole_shape
 from cogfast.train.optimizer import muon_matrices, parameter_groups
@@ -60,52 +60,36 @@ class ZeroRules:
         return -(-numel // self.data_size)
 
 
-@dataclass(frozen=True, slots=True)
-class State:
-    """Bytes of one rank that last from step to step; those of host_* are in host memory. slots: of weights,
-    the part that blocks in host memory are copied to."""
-
-    weights: int
-    slots: int
-    master: int
-    moments: int
-    ema: int
-    host_blocks: int
-    host_ema: int
-
-
 def num_trained(transformer: DiffusionTransformer) -> int:
     return sum(p.numel() for p in transformer.parameters() if p.requires_grad)
 
 
-def lasting_state(transformer: DiffusionTransformer, rules: ZeroRules) -> State:
-    """Return what a rank keeps from step to step, after the first one."""
-    part = rules.partition(num_trained(transformer))
-    numel = part * (not rules.is_offloaded)
+def offloaded_blocks(transformer: DiffusionTransformer) -> tuple[int, int]:
+    """Return the bytes of blocks in host memory, and of the slots on the device that they are copied to."""
+    source = transformer.runtime.source
+    return (source.host_bytes, source.slot_bytes) if isinstance(source, HostBlocks) else (0, 0)
+
+
+def lasting_state(transformer: DiffusionTransformer, rules: ZeroRules) -> dict[str, int]:
+    """Return the bytes that a rank keeps on the device from step to step, by part, after the first one."""
+    numel = rules.partition(num_trained(transformer)) * (not rules.is_offloaded)
     # 8-bit moments: a byte per element and an int16 per block.
-    has_codes, has_host_ema = rules.args.optimizer_moments == "8bit", rules.args.ema_device == "cpu"
-    moment = numel + 2 * num_blocks(numel) if has_codes else numel * _FLOAT32
-    moments = rules.num_moments * moment
+    has_codes = rules.args.optimizer_moments == "8bit"
+    moments = rules.num_moments * (numel + 2 * num_blocks(numel) if has_codes else numel * _FLOAT32)
     if rules.is_muon:
         matrices = sum(p.numel() for p in muon_matrices(transformer))
         moments -= rules.partition(matrices) * _FLOAT32
-    average = DEVICE_BYTES if has_host_ema else numel * _FLOAT32
+    average = DEVICE_BYTES if rules.args.ema_device == "cpu" else numel * _FLOAT32
     parameters = sum(p.numel() for p in transformer.parameters())
     parameters = rules.partition(parameters) if rules.stage == 3 else parameters
-    # Position tables, and weights of 8 bits; those in host memory have slots on the device.
-    buffers, source = sum(b.nbytes for b in transformer.buffers()), transformer.block_source
-    slots = waiting = 0
-    if isinstance(source, HostBlocks):
-        slots, waiting = source.slot_bytes, source.host_bytes
-    return State(
-        weights=parameters * rules.weight_bytes + buffers + slots,
-        slots=slots,
-        master=numel * _FLOAT32,
-        moments=moments,
-        ema=average if rules.has_ema else 0,
-        host_blocks=waiting,
-        host_ema=part * _FLOAT32 if has_host_ema else 0,
-    )
+    # Position tables, and weights of 8 bits
+    buffers = sum(b.nbytes for b in transformer.buffers())
+    return {
+        "weights": parameters * rules.weight_bytes + buffers + offloaded_blocks(transformer)[1],
+        "master weights": numel * _FLOAT32,
+        "moments": moments,
+        "EMA": average if rules.has_ema else 0,
+    }
 
 
 class Gradients:

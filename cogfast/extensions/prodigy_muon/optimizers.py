@@ -8,56 +8,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from cogfast.kernels.fused_ema_adam import FusedEmaAdam, average_
-from cogfast.model.weights.shard import Shard, join
-
-
-@dataclass(frozen=True, slots=True)
-class Piece:
-    """The part of a parameter that a rank owns: elements [offset, offset + numel) of its flat partition, which
-    are [start, start + numel) of the flattened parameter, or of this rank's shard of it.
-
-    numel: 0 if the rank owns nothing of it. shape: of the parameter or the shard. is_counted: this rank
-    adds the elements to sums over the model; tensor-parallel ranks hold replicated parameters, too, which
-    only the first one counts.
-    """
-
-    offset: int
-    numel: int
-    start: int
-    shape: torch.Size
-    shard: Shard | None
-    is_counted: bool
-
-
-class ShardedOptimizer(FusedEmaAdam):
-    """FusedEmaAdam's state and EMA, for an update that DeepSpeed's own step cannot call.
-
-    To be assigned: pieces, {partition: a piece of each of its parameters}; the groups of the ranks that
-    share the partitions (data) and the shards of a matrix (tensor).
-    """
-
-    pieces: dict[Tensor, list[Piece]] | None = None
-    data_group: dist.ProcessGroup | None = None
-    tensor_group: dist.ProcessGroup | None = None
-
-    def pieces_of(self, p: Tensor) -> list[Piece]:
-        if self.pieces is None:
-            return [Piece(0, p.numel(), 0, p.shape, None, True)]
-        return self.pieces[p]
-
-    def gradient(self, p: Tensor, here: slice) -> Tensor:
-        """Return elements of the gradient, averaged and clipped, in float32."""
-        assert p.grad is not None, "step() passes parameters that have a gradient"
-        g = p.grad.view(-1)[here].float()
-        return g if self.gradient_scale is None else g * self.gradient_scale
+from cogfast.distributed.fused_step import Piece, ShardedOptimizer
+from cogfast.kernels.fused_ema_adam import average_
+from cogfast.model.weights.shard import join
 
 
 class Prodigy(ShardedOptimizer):

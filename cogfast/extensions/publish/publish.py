@@ -14,25 +14,31 @@ from contextlib import suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from threading import Thread
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import yaml
 from jinja2 import StrictUndefined, Template
 
 from cogfast.config.components import own_objective
+from cogfast.core.addresses import is_hub_id
 from cogfast.core.json_files import brief, read_limited
 from cogfast.core.values import OF_TEXTS, counted, printable, select
 from cogfast.extensions.formats.adapters import adapters_of
 from cogfast.extensions.formats.convert import convert
 from cogfast.extensions.formats.image_scale import difference_of_run
 from cogfast.extensions.page.record import read_run
-from cogfast.extensions.pipeline_folder.pipeline_folder import is_hub_id
 from cogfast.extensions.sample.prompt_files import given_prompts
 from cogfast.model.config import member_of
 from cogfast.model.keys import conditions_of_run
 from cogfast.model.weights.checkpoint_manifest import find_run_checkpoint, read_manifest, run_of
 from cogfast.model.weights.run_checkpoint import open_run
 from cogfast.train.keys import TrainKeys
+from cogfast.train.watchers.watcher import Watcher
+
+if TYPE_CHECKING:
+    from cogfast.distributed.process_groups import StopRequest
+    from cogfast.train.run.parts import Parts
+    from cogfast.train.run.trackers import Trackers
 
 logger = logging.getLogger(__name__)
 
@@ -83,24 +89,37 @@ def publish(path: Path, repo: str, is_dry_run: bool = False, is_private: bool | 
     return str(info.repo_url)
 
 
-def push(path: Path, repo: str) -> Thread:
-    """Publish a checkpoint in a thread, which logs one line: a failure does not end the run."""
+class Push(Watcher):
+    """Publishes the last checkpoint of a run that is complete (args.push_to_hub)."""
 
-    def work() -> None:
+    def __init__(self, parts: Parts, trackers: Trackers) -> None:
+        self.repo, self.writer, self.is_main = (
+            parts.launch.args.push_to_hub,
+            parts.writer,
+            trackers.is_main,
+        )
+
+    def at_end(self, stop: StopRequest, is_complete: bool) -> None:
+        if self.is_main and is_complete:
+            # In a thread, which ends with the process if a signal asks for that.
+            thread = Thread(target=self._push, name="push to hub", daemon=True)
+            thread.start()
+            while thread.is_alive() and not stop.is_asked:
+                thread.join(0.2)
+
+    def _push(self) -> None:
+        """Publish, and log one line: a failure does not end the run."""
+        assert self.repo is not None and self.writer.saved is not None
         try:
-            logger.info("published: %s", publish(path, repo))
+            logger.info("published: %s", publish(self.writer.saved, self.repo))
         except Exception as error:
-            logger.warning("args.push_to_hub=%s: %s", repo, brief(str(error)))
-
-    thread = Thread(target=work, name="push to hub", daemon=True)
-    thread.start()
-    return thread
+            logger.warning("args.push_to_hub=%s: %s", self.repo, brief(str(error)))
 
 
 def warn_of_missing_token(args: TrainKeys) -> None:
     from huggingface_hub import get_token
 
-    if args.push_to_hub is not None and get_token() is None:
+    if get_token() is None:
         logger.warning("args.push_to_hub=%s: %s", args.push_to_hub, _LOGIN)
 
 

@@ -11,6 +11,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
 from cogfast.core.addresses import shown
 from cogfast.core.files import WriteError, write_text
 from cogfast.core.json_files import brief
@@ -18,7 +20,6 @@ from cogfast.core.keys import names_origins
 from cogfast.core.values import counted, leaves, show
 from cogfast.distributed.parallelize import run_without_dynamo
 from cogfast.distributed.process_groups import ProcessGroups, start_processes
-from cogfast.extensions.cache.encode_choice import memory_for_clips
 from cogfast.extensions.conditions.given_frames import GivenFrames
 from cogfast.extensions.formats.image_scale import scale_of_run
 from cogfast.extensions.sample.flags import check_negative_prompt
@@ -30,9 +31,7 @@ from cogfast.extensions.sample.generate import (
 )
 from cogfast.extensions.sample.inputs import read_inputs, read_tensors
 from cogfast.extensions.sample.lora_overlay import LoraOverlay, add_loras, open_loras
-from cogfast.extensions.sample.sizes import sampled_sizes
-from cogfast.extensions.sparse.check import choose_attention, follow_weights, use_attention
-from cogfast.kernels.block_kernels import choose_kernels
+from cogfast.extensions.sample.sizes import sampled_sizes, warn_of_other_positions
 from cogfast.model.autoencoder import DecodePlan, VideoAutoencoder
 from cogfast.model.keys import ModelKeys, conditions_of_run
 from cogfast.model.weights.checkpoint_manifest import find_run_checkpoint, read_manifest
@@ -40,13 +39,14 @@ from cogfast.model.weights.run_checkpoint import RunFiles
 from cogfast.train.assembly import assemble_diffusion, assemble_encoder, assemble_transformer
 from cogfast.train.encode import Encoder
 from cogfast.train.keys import TrainKeys
-from cogfast.train.preflight.attention_choice import choose_for_sampling
+from cogfast.train.preflight.attention_choice import choose_attention, follow_weights
 from cogfast.train.preflight.check import check_sample
+from cogfast.train.preflight.encode_choice import memory_for_clips
 from cogfast.train.preflight.parts import warn_of_different_schedules, warn_of_image_scale
 from cogfast.train.run.folder import git, plain_sections
 from cogfast.train.run.opened import Run
 from cogfast.train.run.terminal import log_unused
-from cogfast.train.video_size import LatentSize, warn_of_other_positions
+from cogfast.train.video_size import LatentSize
 
 logger = logging.getLogger(__name__)
 
@@ -73,22 +73,18 @@ def sample(
     those of data.params.tensors, for each name once or once per prompt.
     """
     run = run.with_values(*follow_weights(run.args, [lora.path for lora in loras]))
-    args, model, data, network = run.args, run.model, run.data_arguments, run.network_target
+    args, model, data = run.args, run.model, run.data_arguments
     if not args.compile:
         run_without_dynamo()
     check_sample(run, weights, [name for name, of_name in files.items() if any(of_name)])
-    for name, of_name in files.items():
-        if any(of_name) and not all(of_name):
-            prompt, option = prompts[of_name.index(None)], name.replace("_", "-")
-            text = f"--{option}: the prompt {brief(prompt)} has none; give one for each prompt"
-            raise ValueError(text)
+    _check_files(files, prompts)
     assert run.sampler is not None, "check_sample asks for one"
     check_negative_prompt(args.negative_prompt, run.sampler)
     _check_folder(out)
     sizes = sampled_sizes(args, run.fields, data, files["image"])
     # Before the weights: a video that is too short should not cost the user a long start.
     inputs = read_inputs(files, sizes, data, GivenFrames.parse(model.given_frames))
-    arrays = read_tensors(tensors, len(prompts), network, data)
+    arrays = read_tensors(tensors, len(prompts), run.network_target, data)
     # Before the model is built, so that a wrong path costs no time.
     adapters = open_loras(loras, ema)
     groups = start_processes(
@@ -118,25 +114,9 @@ def sample(
     manifest = {} if trained is None else read_manifest(trained)
     if manifest and groups.is_main:
         warn_of_other_positions(transformer.config, sizes, manifest)
-    before, stored = manifest.get("attention"), manifest.get("attention_backend")
-    chosen = choose_attention(args, transformer.config, data, before, groups)
-    use_attention(transformer, chosen)
-    is_sparse = transformer.sparse_share is not None
-    backend = choose_for_sampling(args, transformer.config, groups, stored, is_sparse)
-    transformer.use_kernels(choose_kernels(args.kernels, backend))
+    choose_attention(transformer, args, data, manifest, groups)
     encoder = assemble_encoder(run.frozen, model, args, transformer, groups, tensors=run.tensors)
     plan = _limit_memory(encoder, args, groups, sizes)
-    # In SAT's inference.yaml, batch_size is the number of videos per prompt, sampled one at a time.
-    pair = args.batch_size, 1
-    num_copies, at_a_time = pair if args.mode == "inference" else pair[::-1]
-    wanted, rows = [], []
-    for i in range(len(prompts) * num_copies):
-        n = i // num_copies
-        own = {name: values[n] for name, values in arrays.items()}
-        wanted.append(Prompt(i, prompts[n], args.seed + i, size=sizes[n], tensors=own, **inputs[n]))
-        height, width = sizes[n].pixels
-        row = {"text": prompts[n], "seed": args.seed + i, "height": height, "width": width}
-        rows.append(row | {name: str(of[n]) for name, of in files.items() if of[n] is not None})
     maker = VideoMaker(transformer, diffusion, encoder, sizes[0], args, groups)
     if ema is None:
         ema = trained is not None and "shadow" in RunFiles(trained, manifest).kinds
@@ -145,20 +125,57 @@ def sample(
     if tensors:
         settings["tensors"] = list(tensors)
     settings |= _settings(run.sections["model"], args, maker, plan)
-    own = {"negative_prompt": args.negative_prompt, "prompts": rows}  # written as they were given
-    text = json.dumps(shown(settings) | own, indent=2, ensure_ascii=False) + "\n"
+    wanted, rows = _wanted_videos(args, prompts, files, sizes, inputs, arrays)
+    # Prompts are written as they were given.
+    written_as_given = {"negative_prompt": args.negative_prompt, "prompts": rows}
+    text = json.dumps(shown(settings) | written_as_given, indent=2, ensure_ascii=False) + "\n"
+    return _write(out, maker, wanted, text, args)
+
+
+def _check_files(files: Mapping[str, Sequence[Path | None]], prompts: Sequence[str]) -> None:
+    """Raise ValueError if an option gives a condition to some of the prompts only."""
+    for name, of_name in files.items():
+        if any(of_name) and not all(of_name):
+            prompt, option = prompts[of_name.index(None)], name.replace("_", "-")
+            text = f"--{option}: the prompt {brief(prompt)} has none; give one for each prompt"
+            raise ValueError(text)
+
+
+def _wanted_videos(
+    args: TrainKeys,
+    prompts: Sequence[str],
+    files: Mapping[str, Sequence[Path | None]],
+    sizes: Sequence[LatentSize],
+    inputs: Sequence[Mapping[str, Any]],
+    tensors: Mapping[str, Sequence[Tensor]],
+) -> tuple[list[Prompt], list[dict[str, Any]]]:
+    """Return the videos to sample, and what settings.json says of each. inputs: tensors of their conditions."""
+    # In SAT's inference.yaml, batch_size is the number of videos per prompt, sampled one at a time.
+    num_copies = args.batch_size if args.mode == "inference" else 1
+    wanted, rows = [], []
+    for i in range(len(prompts) * num_copies):
+        n, seed = i // num_copies, args.seed + i
+        of_prompt = {name: values[n] for name, values in tensors.items()}
+        wanted.append(Prompt(i, prompts[n], seed, size=sizes[n], tensors=of_prompt, **inputs[n]))
+        height, width = sizes[n].pixels
+        row = {"text": prompts[n], "seed": seed, "height": height, "width": width}
+        rows.append(row | {name: str(of[n]) for name, of in files.items() if of[n] is not None})
+    return wanted, rows
+
+
+def _write(
+    out: Path, maker: VideoMaker, prompts: Sequence[Prompt], settings: str, args: TrainKeys
+) -> list[Path]:
+    """Write settings.json and the samples, and return the samples' files."""
+    groups, sizes = maker.groups, {prompt.size for prompt in prompts}
+    # The videos of one call have one size.
+    at_a_time = args.batch_size if args.mode != "inference" and len(sizes) == 1 else 1
     try:
         # Before the first video, so that a run that fails has its settings, too.
         groups.on_main(lambda: out.mkdir(parents=True, exist_ok=True))
-        groups.on_main(lambda: write_text(out / "settings.json", text))
-        written = write_samples(
-            out,
-            maker,
-            wanted,
-            # The videos of one call have one size.
-            at_a_time=at_a_time if len(set(sizes)) == 1 else 1,
-            latents_only=args.only_save_latents,
-        )
+        groups.on_main(lambda: write_text(out / "settings.json", settings))
+        only_latents = args.only_save_latents
+        written = write_samples(out, maker, prompts, at_a_time=at_a_time, latents_only=only_latents)
     except (OSError, WriteError) as error:
         kept = len(list(out.glob("*.safetensors" if args.only_save_latents else "*.mp4")))
         text = f"{out}: cannot be written ({error}); {counted(kept, 'sample')} kept in it; free disk space and "

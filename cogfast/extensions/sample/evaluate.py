@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 import numpy as np
@@ -30,19 +31,16 @@ from cogfast.data.datasets import CaptionedVideos, SizedDataset
 from cogfast.data.global_order import GlobalOrder
 from cogfast.data.video.clip import Bucket, resize_picture
 from cogfast.data.video.transform import Resize
-from cogfast.data.video.writer import write_video
 from cogfast.diffusion.denoiser import Conditioning
 from cogfast.diffusion.loss import NUM_BANDS, mask_weights
 from cogfast.distributed.lost_ranks import UnsharedError, is_of_another_rank
 from cogfast.distributed.model_batches import ModelBatches
 from cogfast.distributed.process_groups import OtherRankError, ProcessGroups, StopRequest
 from cogfast.distributed.zero_engine import ZeroEngine
-from cogfast.extensions.cache.entries import CachedVideos
-from cogfast.extensions.elastic.elastic import divide
+from cogfast.extensions.sample.flags import sampled_tensors
 from cogfast.extensions.sample.generate import (
     EvaluationStopped,
     Prompt,
-    SampledVideo,
     VideoMaker,
     file_name,
     in_model,
@@ -51,9 +49,11 @@ from cogfast.extensions.sample.generate import (
 )
 from cogfast.extensions.sample.prompt_files import given_prompts
 from cogfast.extensions.sample.sizes import read_image
+from cogfast.extensions.sample.writer import write_video
 from cogfast.train.assembly import Diffusion, assemble_batches, assemble_order
 from cogfast.train.encode import Encoder
 from cogfast.train.keys import TrainKeys
+from cogfast.train.preflight.mesh import divide
 from cogfast.train.run.folder import samples_place
 from cogfast.train.video_size import LatentSize
 
@@ -68,8 +68,8 @@ T = TypeVar("T")
 class Evaluator:
     """Computes the held-out loss and samples videos.
 
-    dataset: the held-out data or None. resize: how images get the size of the videos, as in training. tensors:
-    names of data.params.tensors that a sampled video gets from its held-out sample.
+    dataset: the held-out data or None. network: the name of the network's class. data: the data set's
+    arguments: images get the size of the videos as in training. shows_ema: the averaged weights are evaluated.
 
     Ranks that share a model, and all ranks under ZeRO-3, call the network together. So they decide
     together to stop, and each part of an evaluation that may fail on one rank ends with an agreement.
@@ -84,30 +84,31 @@ class Evaluator:
         args: TrainKeys,
         groups: ProcessGroups,
         folder: Path,
-        resize: Resize = "crop",
-        tensors: Sequence[str] = (),
+        network: str = "",
+        data: Mapping[str, Any] = MappingProxyType({}),
+        shows_ema: bool = False,
     ) -> None:
-        self.tensors, self.inputs = tensors, (*encoder.conditions, *tensors)
+        # of data.params.tensors, which a sampled video gets from its held-out sample
+        self.tensors = tuple(sampled_tensors(network, data))
+        self.inputs = (*encoder.conditions, *self.tensors)
         self.engine, self.diffusion, self.encoder = engine, diffusion, encoder
         self.dataset, self.args, self.groups, self.folder = dataset, args, groups, folder
-        self.resize: Resize = resize
+        self.resize: Resize = data.get("resize", "crop")
+        self.shows_ema = shows_ema
         self.batch_size, self.accumulation = args.eval_batch_size or args.batch_size, 1
         if args.elastic != "off":
             # Held-out losses before and after a restart compare: both are of the same samples.
             of_rank = args.batch_size * args.gradient_accumulation_steps
             _, self.batch_size, self.accumulation = divide(of_rank, self.batch_size, 1)
-        if args.has_evaluation:
-            refuse_fixed_frames(diffusion.sampler)
-        self.given = given_prompts(args) if args.has_evaluation else []
+        refuse_fixed_frames(diffusion.sampler)
+        self.given = given_prompts(args)
         if groups.is_main:
             for text, _ in self.given[:_MOST_LOGGED]:
                 logger.info("evaluations sample the prompt %s", brief(repr(text)))
         self.samples: Path | None = None  # folder of the last videos
         self.sampled_step: int | None = None  # of the last videos
         self.make_videos: Callable[..., VideoMaker] = VideoMaker  # with its arguments
-        self.is_asked_to_stop: Callable[[], bool] = lambda: False
-        self.report_videos: Callable[[Sequence[SampledVideo]], None] = lambda _: None
-        if args.has_evaluation and dataset is None and not self._has_prompts():
+        if dataset is None and not self._has_prompts():
             prompts = "args.eval_prompts or args.eval_prompt_file"
             if encoder.image_input:
                 prompts = "args.eval_prompt_file with args.eval_images"
@@ -124,24 +125,25 @@ class Evaluator:
         step: int,
         size: LatentSize,
         stop: StopRequest | None = None,
-        report_videos: Callable[[int, Sequence[SampledVideo]], None] = lambda *_: None,
+        report_videos: Callable[[int, Sequence[tuple[Path, str]]], None] = lambda *_: None,
     ) -> dict[str, float]:
         """Evaluate after `step` and return the held-out losses.
 
         size: size of the sampled videos. stop: a request ends the evaluation after the current batch
-        or video. report_videos: called on rank 0 with `step` and the videos that were written.
+        or video. report_videos: called on rank 0 with `step` and the files that were written, each with its prompt.
         """
-        self.is_asked_to_stop = lambda: stop is not None and stop.is_asked
-        self.report_videos = partial(report_videos, step)
+        is_asked_to_stop = lambda: stop is not None and stop.is_asked
+        compute = partial(self._held_out_loss, is_asked_to_stop)
+        sample = partial(self._sample, step, size, is_asked_to_stop, partial(report_videos, step))
         losses: dict[str, float] | None = None
         # This switches the blocks back to their calls without checkpointing, too.
         self.engine.transformer.eval()
         # The master weights come back at the end, also after an error.
         with self.engine.weights("shadow" if self.shows_ema else "master"), self.encoder.visit():
             if self.dataset is not None and self.diffusion.loss is not None:
-                losses = self._attempt("the held-out loss", step, self._held_out_loss)
+                losses = self._attempt("the held-out loss", step, compute)
             if self._has_prompts() and self.diffusion.sampler is not None:
-                self._attempt("sampling", step, lambda: self._sample(step, size))
+                self._attempt("sampling", step, sample)
         self.engine.transformer.train()
         return losses or {}
 
@@ -168,7 +170,7 @@ class Evaluator:
         return result
 
     @torch.no_grad()
-    def _held_out_loss(self) -> dict[str, float]:
+    def _held_out_loss(self, is_asked_to_stop: Callable[[], bool]) -> dict[str, float]:
         """Return the mean loss of the held-out batches, at the middle of each timestep band."""
         # Sum of losses per band, and number of samples. float64 makes the order negligible.
         sums = torch.zeros(NUM_BANDS + 1, dtype=torch.float64, device=self.groups.device)
@@ -179,7 +181,7 @@ class Evaluator:
         num_batches = num_steps * self.accumulation
         with groups.on_all(lambda: self._batches(num_steps)) as batches:
             for number in range(num_batches):
-                if groups.decide(self.is_asked_to_stop()):
+                if groups.decide(is_asked_to_stop()):
                     left = counted(num_batches - number, "batch", "batches")
                     raise EvaluationStopped(f"left out {left}")
                 batch = groups.on_all(partial(next, batches), groups.model_control)
@@ -187,10 +189,10 @@ class Evaluator:
                 groups.on_all(partial(encoder.build, batch))
                 encoder.choose(batch)
                 with encoder.alone():
-                    inputs = groups.on_all(partial(self._encoded, batch, order))
-                latents, conditioning, *others = inputs
+                    encoded = groups.on_all(partial(self._encoded, batch, order))
+                latents, conditioning, rng, is_counted, mask = encoded
                 latents = groups.broadcast_tensor_in_model(latents)
-                inputs = (latents, in_model(conditioning, groups), *others)
+                inputs = latents, in_model(conditioning, groups), rng, is_counted, mask
                 sums += groups.on_all(partial(self._band_losses, *inputs), self.network_ranks)
             batches.share_bad()
         of_ranks = groups.gather(sums.tolist())  # sync: the result of the evaluation
@@ -200,11 +202,6 @@ class Evaluator:
         bands = [band / number for band in bands]
         named = {f"valid_loss_band_{i}": value for i, value in enumerate(bands)}
         return {"valid_loss": sum(bands) / NUM_BANDS, **named}
-
-    @property
-    def shows_ema(self) -> bool:
-        """Whether evaluations use the averaged weights."""
-        return self.args.eval_with_ema and "shadow" in self.engine.state_kinds()
 
     @property
     def network_ranks(self) -> dist.ProcessGroup | None:
@@ -271,7 +268,13 @@ class Evaluator:
             sums.append((losses.double() * is_counted).sum())
         return torch.stack([*sums, is_counted.double().sum()])
 
-    def _sample(self, step: int, size: LatentSize) -> None:
+    def _sample(
+        self,
+        step: int,
+        size: LatentSize,
+        is_asked_to_stop: Callable[[], bool],
+        report_videos: Callable[[Sequence[tuple[Path, str]]], None],
+    ) -> None:
         folder, start = samples_place(self.folder, step, self.args.folder_layout)
         prompts = self.groups.on_main(lambda: self._prompts(size, start))
         if self.encoder.encodes_clips:
@@ -288,8 +291,8 @@ class Evaluator:
             at_a_time=self.batch_size,
             latents_only=self.args.only_log_video_latents,
             network_ranks=self.network_ranks,
-            is_asked_to_stop=self.is_asked_to_stop,
-            report_videos=self.report_videos,
+            is_asked_to_stop=is_asked_to_stop,
+            report_videos=report_videos,
             start_of_names=start,
         )
         self.samples, self.sampled_step = folder, step
@@ -425,7 +428,7 @@ def _captions(dataset: SizedDataset, samples: Sequence[int]) -> list[str] | None
     """Return the captions if the data set lists them without decoding and has no embeddings."""
     captions = []
     for whole, index in (_whole(dataset, sample) for sample in samples):
-        if not isinstance(whole, CaptionedVideos) or isinstance(whole, CachedVideos):
+        if not isinstance(whole, CaptionedVideos) or whole.is_cached:
             return None
         captions.append(whole.captions[index])
     return captions

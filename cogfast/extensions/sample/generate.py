@@ -23,19 +23,19 @@ import torch.distributed as dist
 from torch import Tensor
 from tqdm import tqdm
 
+from cogfast.core.addresses import name_of, url_of
 from cogfast.core.files import write_whole
 from cogfast.core.shapes import pad_latent_frames
 from cogfast.core.slot_random import SlotRandom
 from cogfast.core.values import counted
 from cogfast.data.batches import in_unit_range
-from cogfast.data.video.writer import contact_sheet, to_frames, write_video
 from cogfast.diffusion.denoiser import Conditioning, Network
 from cogfast.diffusion.sampler import VideoDDIMSampler
 from cogfast.distributed.lost_ranks import UnsharedError
 from cogfast.distributed.process_groups import ProcessGroups
 from cogfast.extensions.sample.keys import SamplingKeys
+from cogfast.extensions.sample.writer import contact_sheet, to_frames, write_video
 from cogfast.extensions.stores import store
-from cogfast.extensions.stores.mirror import name_of, url_of
 from cogfast.model.weights.tensor_files import Outgoing, write_safetensors
 from cogfast.train.assembly import Diffusion
 from cogfast.train.encode import Encoder, join_conditions
@@ -246,15 +246,6 @@ def file_name(prompt: Prompt, start: str = "") -> str:
     return f"{start}{number}-{words or 'empty'}-{digest}"
 
 
-@dataclass(frozen=True, slots=True)
-class SampledVideo:
-    """A video that was written. name: the same for one prompt in every evaluation."""
-
-    name: str
-    path: Path
-    text: str
-
-
 class EvaluationStopped(Exception):
     """Raised when the run is asked to stop during an evaluation."""
 
@@ -268,7 +259,7 @@ def write_samples(
     latents_only: bool,
     network_ranks: dist.ProcessGroup | None = None,
     is_asked_to_stop: Callable[[], bool] = lambda: False,
-    report_videos: Callable[[Sequence[SampledVideo]], None] = lambda _: None,
+    report_videos: Callable[[Sequence[tuple[Path, str]]], None] = lambda _: None,
     start_of_names: str = "",
 ) -> list[Path]:
     """Sample this rank's prompts and write the files; return all ranks' files on every rank.
@@ -281,37 +272,26 @@ def write_samples(
     the rest are skipped and EvaluationStopped is raised. report_videos: called on rank 0 with the videos
     that were written. start_of_names: before the names of all files.
     """
-    done: dict[int, _Row] = {}
-    error: Exception | None = None
-    groups = maker.groups
+    groups, done = maker.groups, dict[int, _Row]()
     network_ranks = network_ranks or groups.model_control
     # In turn, so that replicas finish together and the first files are the first prompts'.
     mine = list(prompts[groups.data_rank :: groups.data_size])
-    # Then all replicas sample in step, each the same number of batches.
-    is_in_step = network_ranks is not None
-    if is_in_step:
+    if network_ranks is not None:  # all replicas sample in step, each the same number of batches
         # Another rank makes the same video, so writing its file twice is harmless.
         mine += [prompts[-1]] * (-(-len(prompts) // groups.data_size) - len(mine))
-    run = groups.on_all if is_in_step else groups.together
     if groups.is_main and sys.stderr.isatty():
         maker.bar = StepBar(len(mine), maker.sampler.num_steps)
+    error: Exception | None = None
     for start in range(0, len(mine), at_a_time):
         part = mine[start : start + at_a_time]
         is_over = is_asked_to_stop()
-        if groups.decide(is_over) if is_in_step else is_over:
+        if is_over if network_ranks is None else groups.decide(is_over):
             error = EvaluationStopped(f"left out {counted(len(mine) - start, 'video')}")
             break
         begun = time.monotonic()
         try:
-            conditioning = run(partial(_condition, folder, maker, part), None)
-            conditioning = in_model(conditioning, groups)
-            if maker.negative is not None:
-                maker.negative = groups.broadcast_tensor_in_model(maker.negative)
-            latents = run(partial(maker.latents, part, conditioning), network_ranks)
-            pairs = list(zip(part, latents, strict=True)) if groups.is_first_of_model else []
-            run(partial(_write, folder, maker, pairs, latents_only, start_of_names, done), None)
-            if maker.bar is not None:
-                maker.bar.next_video(len(part))
+            write = partial(_write, folder, maker, latents_only, start_of_names, done)
+            _sample_batch(folder, maker, part, network_ranks, write)
             seconds = time.monotonic() - begun
             videos = f"{start + len(part)} of {counted(len(mine), 'video')}"
             logger.info("sampled %s, %.1f s", videos, seconds)
@@ -328,23 +308,42 @@ def write_samples(
     # Every rank comes here, also one whose prompts have failed.
     merged = {index: row for part in groups.gather(done) for index, row in part.items()}
     rows = [merged[index] for index in sorted(merged)]
-    if url_of(folder) is not None:
-        try:
-            mine = [row.file for row in done.values()]
-            take_to_main(folder, [row.file for row in rows], mine, groups)
-        except Exception as caught:
-            error = error or caught
-    if groups.is_main and rows:
-        try:
+    try:
+        if url_of(folder) is not None:
+            own = [row.file for row in done.values()]
+            take_to_main(folder, [row.file for row in rows], own, groups)
+    except Exception as caught:
+        error = error or caught
+    try:
+        if groups.is_main and rows:
             _write_overview(folder, rows, start_of_names)
             if not latents_only:
-                path = lambda prompt: folder / merged[prompt.index].file
-                found = [prompt for prompt in prompts if prompt.index in merged]
-                report_videos([SampledVideo(file_name(p), path(p), p.text) for p in found])
-        except Exception as caught:
-            error = error or caught
+                made = [prompt for prompt in prompts if prompt.index in merged]
+                report_videos([(folder / merged[p.index].file, p.text) for p in made])
+    except Exception as caught:
+        error = error or caught
     groups.agree(error)
     return [folder / row.file for row in rows]
+
+
+def _sample_batch(
+    folder: Path,
+    maker: VideoMaker,
+    prompts: Sequence[Prompt],
+    network_ranks: dist.ProcessGroup | None,
+    write: Callable[[Sequence[tuple[Prompt, Tensor]]], None],
+) -> None:
+    """Sample prompts in one call of the network, and write the samples on the first rank of a model."""
+    groups = maker.groups
+    run = groups.together if network_ranks is None else groups.on_all
+    conditioning = in_model(run(partial(_condition, folder, maker, prompts), None), groups)
+    if maker.negative is not None:
+        maker.negative = groups.broadcast_tensor_in_model(maker.negative)
+    latents = run(partial(maker.latents, prompts, conditioning), network_ranks)
+    samples = list(zip(prompts, latents, strict=True)) if groups.is_first_of_model else []
+    run(partial(write, samples), None)
+    if maker.bar is not None:
+        maker.bar.next_video(len(prompts))
 
 
 def take_to_main(
@@ -400,10 +399,10 @@ class _Row:
 def _write(
     folder: Path,
     maker: VideoMaker,
-    samples: Sequence[tuple[Prompt, Tensor]],
     latents_only: bool,
     start: str,
     done: dict[int, _Row],
+    samples: Sequence[tuple[Prompt, Tensor]],
 ) -> None:
     """Write the file of each sample, the video or its latents [C, T, h, w], and note it in `done`."""
     for prompt, latents in samples:

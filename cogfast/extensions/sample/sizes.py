@@ -2,20 +2,33 @@
 
 from __future__ import annotations
 
+import dataclasses
+import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
+from cogfast.config.sat_unused import POSITION_KEY
 from cogfast.core.shapes import SPATIAL_COMPRESSION, PatchSize, num_pixel_frames
+from cogfast.core.values import select
 from cogfast.data.keys import data_param
 from cogfast.data.video.clip import checked_size, resize_picture
 from cogfast.data.video.picture import read_pixels
 from cogfast.data.video.transform import Resize
 from cogfast.model.config import Family, TransformerConfig
 from cogfast.train.keys import TrainKeys
-from cogfast.train.video_size import DEFAULT_FPS, LatentSize, check_frames, check_size, size_problem
+from cogfast.train.video_size import (
+    DEFAULT_FPS,
+    LatentSize,
+    check_frames,
+    check_size,
+    has_pipeline_positions,
+    size_problem,
+)
+
+logger = logging.getLogger(__name__)
 
 
 def sampled_sizes(
@@ -99,3 +112,21 @@ def read_image(
 ) -> Tensor:
     """Read an image as [3, H, W] in [-1, 1], resized as the training clips are."""
     return resize_picture(open_image(path, name), size, resize).float() / 127.5 - 1
+
+
+def warn_of_other_positions(
+    model: TransformerConfig, sizes: Sequence[LatentSize], manifest: dict[str, Any]
+) -> None:
+    """Warn if videos of these sizes have different positions than in the run of `manifest`."""
+    # The manifest has the run's YAML as plain mappings; a run before the key existed lacks it.
+    found = select(manifest.get("config"), f"{POSITION_KEY}.positions")
+    trained: Any = "pipeline" if found == "pipeline" else "integer"
+    as_trained = dataclasses.replace(model, rotary_positions=trained)
+    if len({has_pipeline_positions(one, sizes) for one in (model, as_trained)}) > 1:
+        logger.warning(
+            "%s.positions=%s, but the run was trained with %s: the model was not trained with these "
+            "positions at this size; set the key as in the run",
+            POSITION_KEY,
+            model.rotary_positions,
+            trained,
+        )

@@ -17,7 +17,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from tempfile import TemporaryFile
@@ -31,8 +31,10 @@ from cogfast.train.keys import TrainKeys
 from cogfast.train.run.folder import samples_place
 from cogfast.train.watchers.watcher import Watcher
 
-if TYPE_CHECKING:  # every command checks args.eval_command, which needs no metrics
-    from cogfast.train.watchers.metrics import Metrics
+if TYPE_CHECKING:  # a check of args.eval_command needs none of them
+    from cogfast.distributed.process_groups import StopRequest
+    from cogfast.train.run.parts import Parts
+    from cogfast.train.run.trackers import Trackers
 
 logger = logging.getLogger(__name__)
 
@@ -50,10 +52,13 @@ _OF_RANK += ("LOCAL_", "GROUP_", "ROLE_")
 class Scores(Watcher):
     """Runs the commands of a run's evaluations, one after the other."""
 
-    def __init__(self, args: TrainKeys, folder: Path, metrics: Metrics, step: int = 0) -> None:
-        self.args, self.folder, self.metrics = args, folder, metrics
-        is_used = args.eval_command is not None and metrics.groups.is_main
-        self.words = shlex.split(args.eval_command or "") if is_used else []
+    def __init__(self, parts: Parts, trackers: Trackers) -> None:
+        self.args, self.folder, self.trackers = parts.launch.args, parts.folder.path, trackers
+        self.writer, self.num_steps = parts.writer, parts.data.num_steps
+        self.writer.kept = self.kept
+        command = self.args.eval_command or ""
+        self.words = shlex.split(command) if trackers.is_main else []
+        folder, step = self.folder, parts.folder.step
         self.file = folder / "waiting_scores.json"  # `waiting`, for the run that resumes this one
         # Steps without scores yet; the command runs for the first one.
         self.waiting: list[int] = []
@@ -67,12 +72,15 @@ class Scores(Watcher):
         self.outputs: list[IO[bytes]] = []  # its output, and its error output
         self.deadline = math.inf
 
-    def add(self, step: int) -> None:
+    def after_evaluation(
+        self, step: int, losses: Mapping[str, float], samples: Path | None
+    ) -> None:
         """Score the videos that were sampled at `step`."""
+        if samples is None or not self.words or step in self.waiting:
+            return
         # A run that resumes at its last step makes that step's evaluation again.
-        logged = (key for line in self.metrics.history if line["step"] == step for key in line)
-        scores = (key for key in logged if key.startswith("score/"))
-        if self.words and step not in self.waiting and not any(scores):
+        logged = (key for line in self.trackers.history if line["step"] == step for key in line)
+        if not any(key.startswith("score/") for key in logged):
             self.waiting.append(step)
             self._write_waiting()
             self.after_step(step)
@@ -88,9 +96,9 @@ class Scores(Watcher):
             numbers = self._result()
             if numbers is None:
                 return
-            self.metrics.write(scored, {"step": scored, **numbers})
+            self.trackers.write(scored, {"step": scored, **numbers})
             named = "  ".join(f"{key} {value:.4g}" for key, value in numbers.items())
-            logger.info("step %d/%d  %s", scored, self.metrics.num_steps, brief(named))
+            logger.info("step %d/%d  %s", scored, self.num_steps, brief(named))
         except (OSError, ValueError) as error:
             text = "args.eval_command at step %d: %s; training continues"
             logger.warning(text, scored, brief(str(error)))
@@ -99,13 +107,17 @@ class Scores(Watcher):
         self.waiting.pop(0)
         self._write_waiting()
 
-    def wait(self, is_asked_to_stop: Callable[[], bool]) -> None:
-        """Wait for the last scores of a run that is complete."""
+    def at_end(self, stop: StopRequest, is_complete: bool) -> None:
+        """Wait for the last scores, by which the best checkpoint is kept."""
+        if stop.is_stopping:
+            return
         if self.waiting:
             logger.info("waiting for args.eval_command at step %d", self.waiting[-1])
-        while self.waiting and not is_asked_to_stop():
+        while self.waiting and not stop.is_asked:
             self.after_step(self.waiting[0])
             time.sleep(_BETWEEN_LOOKS)
+        if self.args.keep_best is not None:
+            self.writer.prune()
 
     def close(self, error: BaseException | None) -> None:
         self._end()
@@ -122,7 +134,7 @@ class Scores(Watcher):
         if best is None:
             return set()
         key, found = best.removeprefix("-"), {}
-        for line in [*self.metrics.history]:
+        for line in [*self.trackers.history]:
             value, step = line.get(key), line["step"]
             # None and NaN: a value that was not finite, read from the file and from memory.
             if isinstance(value, (int, float)) and math.isfinite(value) and step >= min(steps):
@@ -180,7 +192,7 @@ class Scores(Watcher):
         self.process, self.outputs = None, []
 
 
-def check_scores(args: TrainKeys, data: Component | None) -> None:
+def check_scores(args: TrainKeys, model: object, data: Component | None, sampler: object) -> None:
     """Check args.eval_command and args.keep_best. data: the data set."""
     command, best, problem = args.eval_command, args.keep_best, None
     if best is not None and not re.fullmatch(r"-?score/.+|-valid_loss", best):

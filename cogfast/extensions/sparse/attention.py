@@ -19,7 +19,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -27,6 +27,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from cogfast.core.shapes import TokenGrid
 from cogfast.kernels.argument_checks import check_qkv
 from cogfast.kernels.torch_library import from_gpu, register_op
 
@@ -54,6 +55,36 @@ def block_order(t: int, h: int, w: int) -> Tensor:
     column = np.where((pair * num_strips + strip) % 2, w - 1 - column, column)
     # The last key is the most significant one.
     return torch.from_numpy(np.lexsort((frame, row, column, strip, pair)).astype(np.int32))
+
+
+class _Take(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: Tensor, there: Tensor, back: Tensor) -> Tensor:
+        ctx.save_for_backward(back)
+        return x.index_select(1, there)
+
+    @staticmethod
+    def backward(ctx, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        # PyTorch's gradient of index_select adds by atomics, since an index might come twice.
+        return gradients[0].index_select(1, *ctx.saved_tensors), None, None
+
+
+class RowOrder:
+    """The order in which rows go through blocks with sparse attention: text, then `block_order`."""
+
+    def __init__(self, grid: TokenGrid, num_text: int, device: torch.device) -> None:
+        order = block_order(grid.t, grid.h, grid.w)
+        self.video = order.to(device)  # [V] int32, for Rotation.order
+        there = torch.cat([torch.arange(num_text), order.long() + num_text])
+        self._there, self._back = there.to(device), there.argsort().to(device)  # [S]
+
+    def apply(self, hidden: Tensor) -> Tensor:
+        """Put rows of hidden [B, S, M] into this order."""
+        return _Take.apply(hidden, self._there, self._back)
+
+    def undo(self, hidden: Tensor) -> Tensor:
+        """Put rows of hidden [B, S, M] back into row-major order."""
+        return _Take.apply(hidden, self._back, self._there)
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,6 +213,19 @@ def sparse_attention(
     # A GPU's kernels need q_indices, too; on the meta device this stands for them.
     indices = choice.kv_indices, choice.q_indices
     return _SparseAttention.apply(q, k, v, num_text, num_kept, *indices), choice.kept_mass
+
+
+class SparseAttention:
+    """The seam "sparse_attention": what a transformer takes to leave out blocks."""
+
+    attend = staticmethod(sparse_attention)
+
+    def __init__(self) -> None:
+        self._orders: dict[tuple[TokenGrid, int, torch.device], RowOrder] = {}
+
+    def order(self, grid: TokenGrid, num_text: int, device: torch.device) -> RowOrder:
+        key = (grid, num_text, device)
+        return self._orders.get(key) or self._orders.setdefault(key, RowOrder(*key))
 
 
 # --- on a GPU
@@ -340,17 +384,25 @@ def _attend_backward(
     return dq, dk.to(k.dtype), dv.to(v.dtype)
 
 
+def _flops(num_products: int, q: torch.Size, *others: Any, **out: Any) -> int:
+    """Return the FLOPs of products of the pairs of rows that are attended. q: or dout; others: up to num_kept."""
+    b, s, h, d = q
+    return 2 * num_products * b * h * d * Blocks.of(s, others[-2]).attended(s, others[-1])
+
+
 _sparse_attention = register_op(
     "sparse_attention(Tensor q, Tensor k, Tensor v, Tensor kv_indices, SymInt num_text,"
     " SymInt num_kept) -> (Tensor, Tensor)",
     cpu=_attend,
     fake=_empty_results,
+    flops=partial(_flops, 2),
 )
 _sparse_attention_backward = register_op(
     "sparse_attention_backward(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse,"
     " Tensor kv_indices, SymInt num_text, SymInt num_kept) -> (Tensor, Tensor, Tensor)",
     cpu=_attend_backward,
     fake=lambda dout, q, k, v, *others: tuple(x.new_empty(x.shape) for x in (q, k, v)),
+    flops=partial(_flops, 5),
 )
 
 

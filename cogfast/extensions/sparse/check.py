@@ -1,27 +1,28 @@
-"""Check, choose and warm up args.attention: dense, or block-sparse attention with a share of blocks left out."""
+"""Check, use and warm up args.attention=sparse:SHARE: block-sparse attention with a share of blocks left out."""
 
 from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterable, Mapping
-from pathlib import Path
-from typing import Any
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from cogfast.distributed.parallelize import run_without_dynamo
 from cogfast.distributed.process_groups import ProcessGroups
 from cogfast.extensions.sparse.attention import BLOCK, Blocks, attended_keys, sparse_attention
-from cogfast.extensions.sparse.keys import sparse_share
+from cogfast.extensions.sparse.keys import OTHERS_RUN_DENSE
 from cogfast.model.config import TransformerConfig
 from cogfast.model.transformer import DiffusionTransformer
-from cogfast.model.weights.checkpoint_manifest import find_run_checkpoint, read_manifest
 from cogfast.train.assembly import DTYPES
 from cogfast.train.keys import TrainKeys
 from cogfast.train.preflight.attention_choice import Shape, find_error, run_shape
 from cogfast.train.video_size import bucket_sizes, largest_size
 from cogfast.train.watchers.watcher import Watcher
+
+if TYPE_CHECKING:
+    from cogfast.train.run.parts import Parts
 
 logger = logging.getLogger(__name__)
 
@@ -31,27 +32,8 @@ _WIDTHS = range(16, 257, 16)  # head widths of FlexAttention's kernels on tensor
 _KEY = TrainKeys.key("attention")
 
 
-def follow_weights(args: TrainKeys, loras: Iterable[str] = ()) -> tuple[dict[str, str], str]:
-    """Return {key: value} of args.attention of a run's weights, if it says none and they have one, and their path.
-
-    loras: adapters beside args.load and args.load_lora.
-    """
-    if args.attention is not None:
-        return {}, ""
-    for path in filter(None, (args.load, args.load_lora, *loras)):
-        checkpoint, folder = find_run_checkpoint(Path(path)), Path(path).parent
-        if checkpoint is None and (folder / "manifest.json").is_file():
-            checkpoint = folder  # of files for diffusers in a checkpoint
-        stored = None if checkpoint is None else read_manifest(checkpoint).get("attention")
-        if stored not in (None, "dense"):
-            text = "attention: %s, as %s was trained; args.attention overrides it"
-            logger.info(text, stored, path)
-            return {_KEY: stored}, str(path)
-    return {}, ""
-
-
 def check_sparse(
-    args: TrainKeys, model: TransformerConfig, data: Mapping[str, Any], is_training: bool = False
+    args: TrainKeys, model: TransformerConfig, data: Mapping[str, Any], is_training: bool
 ) -> None:
     """Check that args.attention can run here, in training at the size of the data (the data set's arguments).
 
@@ -96,40 +78,6 @@ def check_sparse(
         raise args.problem("attention", f"{text} (blocks have {BLOCK}); {dense}, or longer clips")
 
 
-def choose_attention(
-    args: TrainKeys,
-    model: TransformerConfig,
-    data: Mapping[str, Any],
-    stored: str | None,
-    groups: ProcessGroups,
-    is_training: bool = False,
-) -> str:
-    """Return "dense" or "sparse:SHARE": what args.attention says, else `stored`, that of the checkpoint
-    that is resumed or sampled."""
-    chosen = args.attention or stored or "dense"
-    check_sparse(args.changed(attention=chosen), model, data, is_training)
-    share = sparse_share(chosen)
-    if groups.is_main and stored is not None and chosen != stored:
-        text = "attention: %s instead of the checkpoint's %s, as args.attention says"
-        logger.warning(text, chosen, stored)
-    if groups.is_main and share is not None:
-        rows = largest_size(data, model).num_tokens(model)
-        blocks = Blocks.of(rows, model.text_length)
-        pairs = blocks.attended(rows, blocks.num_kept(share)) / rows**2
-        log = logger.warning if pairs == 1 and share else logger.info
-        what = "nothing is left out of so few" if pairs == 1 and share else "of the pairs of rows"
-        log("attention: %s, %.1f%% of %s rows: %s", chosen, 100 * pairs, f"{rows:,}", what)
-    if is_training and share is not None and groups.device.type == "cuda":
-        # At the size of a step, since each shape has a kernel of its own.
-        shape, text = run_shape(data, args, model), model.text_length
-        error = groups.on_main(lambda: sparse_error(shape, text, share, args, groups.device))
-        if error is not None:
-            named = f"{_KEY}={chosen} gives wrong numbers here by args.attention_backend="
-            why = f"{named}{args.attention_backend}: {error}; set {_KEY}=dense"
-            raise args.problem("attention", why)
-    return chosen
-
-
 def sparse_error(
     shape: Shape, num_text: int, share: float, args: TrainKeys, device: torch.device
 ) -> str | None:
@@ -149,15 +97,42 @@ def sparse_error(
     return error
 
 
-def use_attention(transformer: DiffusionTransformer, attention: str) -> None:
-    """Let a transformer use "dense" or "sparse:SHARE". ValueError if it cannot."""
-    share, kind = sparse_share(attention), type(transformer)
-    if share is not None and kind.block_arguments is not DiffusionTransformer.block_arguments:
-        text = f"{_KEY}={attention} does not work with {kind.__name__}.block_arguments, whose tensors have "
+def use_attention(
+    transformer: DiffusionTransformer,
+    args: TrainKeys,
+    data: Mapping[str, Any],
+    groups: ProcessGroups,
+    is_training: bool,
+) -> None:
+    """Let a transformer use args.attention=sparse:SHARE. data: the data set's arguments. ValueError if it cannot."""
+    share, model, kind = args.sparse_share, transformer.config, type(transformer)
+    if share is None:
+        return
+    if kind.block_arguments is not DiffusionTransformer.block_arguments:
+        text = f"{_KEY}={args.attention} does not work with {kind.__name__}.block_arguments, whose tensors have "
         raise ValueError(f"{text}other rows than the blocks then have; set {_KEY}=dense")
-    if share is not None and torch.cuda.is_available():
+    check_sparse(args, model, data, is_training)
+    if groups.is_main:
+        rows = largest_size(data, model).num_tokens(model)
+        blocks = Blocks.of(rows, model.text_length)
+        pairs = blocks.attended(rows, blocks.num_kept(share)) / rows**2
+        log = logger.warning if pairs == 1 and share else logger.info
+        what = "nothing is left out of so few" if pairs == 1 and share else "of the pairs of rows"
+        log("attention: %s, %.1f%% of %s rows: %s", args.attention, 100 * pairs, f"{rows:,}", what)
+    if is_training and groups.device.type == "cuda":
+        # At the size of a step, since each shape has a kernel of its own.
+        shape, num_text = run_shape(data, args, model), model.text_length
+        error = groups.on_main(lambda: sparse_error(shape, num_text, share, args, groups.device))
+        if error is not None:
+            named = f"{_KEY}={args.attention} gives wrong numbers here by args.attention_backend="
+            why = f"{named}{args.attention_backend}: {error}; set {_KEY}=dense"
+            raise args.problem("attention", why)
+    if torch.cuda.is_available():
         run_without_dynamo(False)  # FlexAttention is compiled
     transformer.use_sparse_attention(share)
+    if groups.is_main and is_training and args.export != "none":
+        text = "args.export=%s and " + OTHERS_RUN_DENSE
+        logger.warning(text, args.export, f"args.attention={args.attention}")
 
 
 class SparseWarmup(Watcher):
@@ -170,3 +145,8 @@ class SparseWarmup(Watcher):
     def before_step(self, step: int) -> None:
         self.is_done = step >= self.steps
         self.transformer.use_sparse_attention(self.share * min(1.0, step / self.steps))
+
+
+def watch_warmup(parts: Parts, metrics: object) -> SparseWarmup | None:
+    steps = parts.launch.args.sparse_warmup
+    return SparseWarmup(parts.engine.transformer, steps) if steps else None

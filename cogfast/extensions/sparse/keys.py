@@ -11,6 +11,10 @@ from cogfast.core.keys import After, Keys, Range
 from cogfast.core.values import cut, show
 
 _MOST_SHARE = 0.95  # of blocks that args.attention leaves out
+OTHERS_RUN_DENSE = (
+    "%s: other programs run dense attention with these weights; cogfast sample ... args.attention=dense "
+    "shows the difference"
+)
 
 
 class SparseKeys(Keys):

@@ -19,7 +19,7 @@ CHECKSUM = ".xxh3"  # suffix of a file that has the checksum of the one beside i
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
 
 
-def refuse_link(*folders: Path) -> None:
+def check_no_link(*folders: Path) -> None:
     """Raise OSError if a link is in the place of a folder that several users may write to."""
     for folder in filter(Path.is_symlink, folders):
         raise OSError(errno.ELOOP, "it is a link", str(folder))

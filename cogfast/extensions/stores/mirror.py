@@ -21,17 +21,15 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
 
-from cogfast.core.addresses import each_text
+from cogfast.core.addresses import url_of
 from cogfast.core.files import UNFINISHED
+from cogfast.core.run_lock import LOCK
 from cogfast.extensions.stores import store
 from cogfast.extensions.stores.store import Stat, StoreError
 
 logger = logging.getLogger(__name__)
 
-LOCK = "run.lock"
-_URL = re.compile(r"/(?:runs|folders/[^/]+)/([a-z][a-z0-9+.-]*):/(.+)")
 _COPY = re.compile(r"/[^\s'\",;=]*/folders/\d+-[0-9a-f]{12}/([a-z][a-z0-9+.-]*):/")
 _HUB_ID = re.compile(r"hf://([\w.-]+/[\w.-]+)")
 _OF_RANK = re.compile(r"(.*)/rank-\d+[\w-]*\.safetensors")
@@ -39,28 +37,12 @@ _SETTINGS = re.compile(r".*(\.json|\.yaml|/latest)")  # of a run, which sampling
 _SECONDS_AT_END = 60.0
 
 
-def url_of(path: Path | str) -> str | None:
-    """Return the URL that a path of this machine stands for; None if it is a path alone."""
-    match = _URL.search(str(path))
-    return None if match is None else f"{match[1]}://{'/' * (match[1] == 'file')}{match[2]}"
-
-
-def name_of(path: Path | str) -> str:
-    """Return the URL that a path stands for, or the path: what messages and other machines are given."""
-    return url_of(path) or str(path)
-
-
-def with_urls(node: Any) -> Any:
-    """Return plain values with URLs in place of the folders that stand for them, for files and other machines."""
-    return each_text(node, name_of)
-
-
 def named_by_urls(message: str) -> str:
     """Return a message with URLs in place of the paths of their copies."""
     return _COPY.sub(lambda found: f"{found[1]}://{'/' * (found[1] == 'file')}", message)
 
 
-def place_of(name: str | Path) -> Path:
+def folder_of(name: str | Path) -> Path:
     """Return the folder in which this machine writes what `name_of` names."""
     return store.local_cache()[0] / "runs" / name if store.is_url(name) else Path(name)
 
@@ -137,7 +119,7 @@ def download_run(run: Path) -> None:
     """Make a run's folder on this machine as it is in the store."""
     url = url_of(run)
     assert url is not None, "the caller asks"
-    empty(run)
+    remove_earlier_run(run)
 
     def download(file: str) -> None:
         with store.writing_cache(run, file):  # no shared copy: the run appends to its files
@@ -157,7 +139,7 @@ def _inside(folder: Path, url: str, name: str) -> Path:
     return path
 
 
-def empty(run: Path) -> None:
+def remove_earlier_run(run: Path) -> None:
     """Remove what an earlier run has left in a folder, except the lock that is held."""
     for path in [*run.iterdir()] if run.is_dir() else []:
         if path.is_dir() and not path.is_symlink():

@@ -229,6 +229,16 @@ def open_file(name: str, num_bytes: int | None = None) -> io.BufferedReader:
     return io.BufferedReader(RangeFile(partial(_range, name), size), _READ_AHEAD)
 
 
+def open_part(file: io.BufferedReader, start: int, num_bytes: int) -> io.BufferedReader:
+    """Return a part of an open file as a file, whose end leaves the whole one open."""
+
+    def read_range(begin: int, end: int) -> bytes:
+        file.seek(start + begin)
+        return file.read(end - begin)
+
+    return io.BufferedReader(RangeFile(read_range, num_bytes))
+
+
 def write(name: str, data: bytes) -> None:
     """Write a file. Readers see all of it or nothing. StoreError or WriteError if it cannot be written."""
     if is_url(name):
@@ -329,7 +339,7 @@ def local_copy(
         whole = stat(name).num_bytes if num_bytes is None else num_bytes
         size = max(0, min(whole if size is None else size, whole - start))
         copy.parent.mkdir(parents=True, exist_ok=True)
-        copies.refuse_link(copy.parent)
+        copies.check_no_link(copy.parent)
         draft = copy.with_name(f"{copy.name}.{os.urandom(6).hex()}{files.UNFINISHED}")
         try:
             for is_full in (False, True):
@@ -356,7 +366,7 @@ def local_cache() -> tuple[Path, int]:
     folder, limit = parse_cache(os.environ.get(CACHE_VARIABLE) or f"{files.user_cache()}/objects")
     with writing_cache(folder):
         folder.mkdir(parents=True, exist_ok=True)
-        copies.refuse_link(folder / "locks", folder / "folders")
+        copies.check_no_link(folder / "locks", folder / "folders")
         return folder, limit or shutil.disk_usage(folder).total // 2
 
 

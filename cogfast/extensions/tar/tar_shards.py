@@ -9,13 +9,12 @@ local files, or URLs that fsspec opens.
 
 from __future__ import annotations
 
-import io
 import json
 import logging
 import os
 import re
 import tarfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from itertools import islice
@@ -25,14 +24,19 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from cogfast.core.addresses import distinct
-from cogfast.core.values import counted
-from cogfast.data.bad_samples import BadSample
+from cogfast.core.values import counted, cut
 from cogfast.data.sources import folders
-from cogfast.data.sources.clip_list import OTHER_VIDEOS, ClipList, OtherFiles, PackedStrings, join
+from cogfast.data.sources.clip_list import (
+    MEMBER,
+    OTHER_VIDEOS,
+    ClipList,
+    OtherFiles,
+    PackedStrings,
+    join,
+)
 from cogfast.data.sources.file_index import user_index
 from cogfast.data.sources.folders import PICTURE_ENDINGS, SourceError, in_data, named
 from cogfast.extensions.stores import store
-from cogfast.extensions.stores.ranges import RangeFile
 from cogfast.extensions.stores.store import Stat, Versions
 
 logger = logging.getLogger(__name__)
@@ -42,10 +46,8 @@ _BRACES = re.compile(r"\{([^{}]*)\}")
 _RANGE = re.compile(r"(\d{1,18})\.\.(\d{1,18})$")
 _SAT_KEY_SUFFIX = re.compile(r"-\$#%@&.*")  # what SAT's shards append to a key
 _COMPRESSED = (".tar.gz", ".tgz", ".tar.xz", ".tar.bz2", ".tar.zst")
-MEMBER = "::"  # separates a shard's name from that of its member
 _FIX = "correct the source, or remove the shard from it"
 _MAX_SHARDS = 10**6  # that a name with braces may stand for
-_MAX_BYTES = 2**30  # of a member, which is read into memory as a whole
 _MAX_HEADER_BYTES = 2**20  # of a member: its name and pax attributes
 
 
@@ -101,48 +103,48 @@ def _meta_file(shard: str) -> str:
     return store.join(store.parent(shard), name)
 
 
-def open_member(shard: BinaryIO, offset: int, size: int) -> io.BufferedReader:
-    """Return a member of an open shard as a seekable file, whose end leaves the shard open."""
-
-    def read(start: int, end: int) -> bytes:
-        shard.seek(offset + start)
-        return shard.read(end - start)
-
-    return io.BufferedReader(RangeFile(read, size))
-
-
-def read_member(clips: ClipList, file: str, offset: int, size: int) -> bytes:
-    """Read the bytes of a member, SHARD::NAME; BadSample if they cannot be read."""
-    if size > _MAX_BYTES:
-        raise BadSample(file, f"a member of {size} bytes; at most {_MAX_BYTES} are supported")
+def missing_source(key: str, source: str) -> str | None:
+    """Return an error message if `source` of the config key `key` does not exist, else None."""
+    # Listing the shards opens remote files and checks the folders after ";".
+    if store.is_url(source) or ";" in source:
+        return None
     try:
-        shard = file.partition(MEMBER)[0]
-        if store.is_url(shard):
-            data = store.read(clips.local(shard, (offset, size)))
-        else:
-            data = store.read(shard, offset, size)
-    except BadSample as error:
-        raise type(error)(file, f"the shard cannot be read ({error.reason})") from None
-    except OSError as error:
-        raise BadSample(file, f"the shard cannot be read ({str(error)[:200]})") from None
-    if len(data) < size:
-        raise BadSample(file, f"the shard ends early: {len(data)} of {size} bytes are there")
-    return data
+        gone = next((shard for shard in shards_of(source) if not Path(shard).is_file()), None)
+    except SourceError as error:
+        return f"{key}={error}"
+    if gone is None:
+        return None
+    fix = "set it to existing shards (s-{000..099}.tar stands for many), or to their folder"
+    return f"{key}={cut(source, 160)}: file {cut(str(gone), 160)} does not exist; {fix}"
 
 
-def list_shards(shards: Sequence[str], caption_key: str, has_pictures: bool) -> ClipList:
-    """List the samples of shards, one shard after the other."""
+def list_source(source: str, caption_key: str, has_pictures: bool) -> ClipList:
+    """List the samples of a source: of shards as in shards_of, and of folders in SAT's notation (_folders)."""
+    shards = [shard for name in _folders(source) for shard in shards_of(name)]
     for url in (url for url in shards if MEMBER in url):
         raise ValueError(f"{url[:200]}: a shard's name must not contain {MEMBER}; rename it")
     found = store.stats([*shards, *map(_meta_file, shards)])
-    list_one = lambda url: list_shard(url, caption_key, has_pictures, found)
+    list_one = lambda url: _list_shard(url, caption_key, has_pictures, found)
     # Their headers are read by many small requests.
     each = store.in_threads if found else map
     return replace(join([*each(list_one, shards)]), versions=Versions(found))
 
 
-def list_shard(
-    url: str, caption_key: str, has_pictures: bool = False, found: Mapping[str, Stat] = {}
+def _folders(source: str) -> list[str]:
+    """Expand SAT's notation: pattern;A,B*2 -> pattern, A, B, B."""
+    pattern, semicolon, listed = source.partition(";")
+    names = [pattern] if pattern else []
+    for folder in listed.split(",") if semicolon else []:
+        name, star, times = folder.partition("*")
+        if not (store.is_url(name) or Path(name).is_dir()) or (star and not times.isdigit()):
+            fix = "write folders after ; as A,B*2 (B is read twice)"
+            raise SourceError(f"{source}: no folder {folder}; {fix}")
+        names += [name] * (int(times) if star else 1)
+    return names
+
+
+def _list_shard(
+    url: str, caption_key: str, has_pictures: bool, found: Mapping[str, Stat]
 ) -> ClipList:
     """List the samples of a shard in its order; the caption is "" if there is none. has_pictures:
     samples without a video may have a picture. found: the URLs that are there.

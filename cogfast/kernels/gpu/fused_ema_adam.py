@@ -5,7 +5,7 @@ program which tensor it works on. A small kernel counts the updates and turns th
 factors in float64; the second kernel streams over all tensors once. Each of its programs takes
 1,024 neighbouring elements (4 KB of float32). With bf16 gradients and float32 weights it moves 36
 bytes per element, 2 more with a bf16 copy of the weights; 12 fewer with 8-bit moments, whose codes
-moment_codes.py explains, and 8 fewer without the EMA. An H100 reaches 96 to 99% of its
+extensions/memory/moment_codes.py explains, and 8 fewer without the EMA. An H100 reaches 96 to 99% of its
 copy rate.
 """
 
@@ -17,8 +17,7 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from cogfast.extensions.memory.moment_codes import MOMENT_BLOCK
-from cogfast.kernels.fused_ema_adam import AdamStreams
+from cogfast.kernels.fused_ema_adam import MOMENT_BLOCK, AdamStreams
 from cogfast.kernels.gpu.launch import cdiv, jit
 
 BLOCK = 1024  # elements of a program

@@ -2,9 +2,12 @@
 
     <run>/checkpoints/<step>/manifest.json           lists the slices in the files; its last entry is
                                                      a checksum of all text before it
-    <run>/checkpoints/<step>/rank-00000.safetensors  its checksum is in the manifest
+    <run>/checkpoints/<step>/rank-00000.safetensors  rank 0's slices: master weights, moments and EMA,
+                                                     flat float32; its checksum is in the manifest
     <run>/checkpoints/latest                         the name of the newest complete step
 
+A slice is a range of a flattened parameter, or of one flattened shard of it, whose index and count
+are in the manifest. So ranks of any data- and tensor-parallel size can read the parts they need.
 With args.folder_layout=finetune, the checkpoints are <run>/checkpoint-<step> beside <run>/latest.
 """
 
@@ -15,20 +18,19 @@ import math
 import os
 import re
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Annotated, Any, NotRequired
 
 import cogfast.extensions.stores.mirror as mirror
-from cogfast.core.addresses import each_text, shown
+from cogfast.core.addresses import each_text, name_of, shown, url_of
 from cogfast.core.files import (
     DamageError,
     check_checksum,
     check_size,
     checksum_of_bytes,
     read_limited,
-    wait_until,
 )
 from cogfast.core.json_files import Size, brief, is_inside, keys, parse_json, read_json
 from cogfast.core.values import Range
@@ -128,14 +130,14 @@ def newest_checkpoint(run: Path) -> Path | None:
         # it is unknown which one `latest` named.
         found = _complete(folder)
         if len(found) > 1:
-            raise DamagedRun(f"{mirror.name_of(latest)}: missing", folder)
+            raise DamagedRun(f"{name_of(latest)}: missing", folder)
         return found[0] if found else None
     try:
         name = read_limited(latest, 64).decode("ascii").strip()
     except ValueError:  # includes UnicodeDecodeError
         name = ""
     if not _STEP.fullmatch(name):
-        raise DamagedRun(f"{mirror.name_of(latest)}: damaged, it names no step", folder)
+        raise DamagedRun(f"{name_of(latest)}: damaged, it names no step", folder)
     checkpoint = folder / name
     replaced = replaced_name(checkpoint)
     # The run was killed between the two renames that replace a checkpoint by a new one of its step.
@@ -248,41 +250,36 @@ class DamagedRun(ValueError):
         text = "its folder has no other checkpoint"
         if self.good is not None:
             text = f"the last good one is that of step {step_of(self.good)}: "
-            text += f"give {mirror.name_of(self.good)} (training: with --resume)"
+            text += f"give {name_of(self.good)} (training: with --resume)"
         super().__init__(f"{what}; {text}")
 
 
 def refusal(path: Path, error: DamageError) -> DamagedRun:
     """Return an error about a damaged checkpoint that names the last good one."""
-    return DamagedRun(f"{mirror.name_of(path)}: cannot be read: {error}", path.parent, path)
+    return DamagedRun(f"{name_of(path)}: cannot be read: {error}", path.parent, path)
 
 
 def _is_good(checkpoint: Path) -> bool:
     try:
         manifest = _intact_manifest(checkpoint, RESUMABLE)
         # A checkpoint in a store would have to be downloaded.
-        if mirror.url_of(checkpoint) is None:
+        if url_of(checkpoint) is None:
             verify_files(checkpoint, manifest, manifest["checksums"])
     except DamageError:
         return False
     return True
 
 
-def check_files(draft: Path, sizes: Mapping[str, int]) -> None:
-    """Raise OSError if this machine does not see the ranks' files whole."""
-    for file, size in ((draft / name, size) for name, size in sizes.items()):
-        if not wait_until(lambda: file.is_file() and file.stat().st_size == size):  # noqa: B023
-            raise OSError(f"{file} is not as its rank has written it; do all machines share it?")
-
-
 def verify_files(folder: Path, manifest: dict, names: Iterable[str]) -> None:
     """Raise DamageError if the checksum of one of these files differs from the manifest's."""
     with ThreadPoolExecutor(_HASHING_THREADS) as pool:
-        check = lambda name: check_checksum(fetch(folder, name), manifest["checksums"][name], name)
+        check = lambda name: check_checksum(
+            checkpoint_file(folder, name), manifest["checksums"][name], name
+        )
         deque(pool.map(check, names), maxlen=0)  # raises the first error
 
 
-def fetch(folder: Path, name: str) -> Path:
+def checkpoint_file(folder: Path, name: str) -> Path:
     """Return a file of a checkpoint, which is downloaded if the folder stands for one in a store."""
     try:
         return mirror.fetch(folder / name)

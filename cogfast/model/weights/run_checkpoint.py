@@ -1,10 +1,4 @@
-"""Reads weights from the checkpoints of a cogfast run.
-
-A checkpoint is a folder of safetensors files with slices of flattened parameters, and a
-manifest.json that lists the file, parameter and range of each slice; see RunFiles. If the
-run held a parameter in shards, a slice is a range of one flattened shard, and the manifest has the
-shard's index, the number of shards and the dim they were split along.
-"""
+"""Reads weights from the checkpoints of a cogfast run (checkpoint_manifest.py)."""
 
 from __future__ import annotations
 
@@ -15,14 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from cogfast.core.addresses import name_of
 from cogfast.core.files import DamageError
-from cogfast.extensions.stores.mirror import name_of
-from cogfast.extensions.stores.store import StoreError
 from cogfast.model.config import Family, TransformerConfig
 from cogfast.model.lora import SAT_ALPHA
 from cogfast.model.weights.checkpoint_manifest import (
+    checkpoint_file,
     config_of,
-    fetch,
     read_manifest,
     refusal,
     verify_files,
@@ -104,12 +97,11 @@ class RunFiles:
     def _values(self, file: str, key: str, low: int, high: int) -> Tensor:
         from safetensors import SafetensorError, safe_open
 
+        path = None if file in self._open else checkpoint_file(self.folder, file)
         try:
-            if file not in self._open:
-                self._open[file] = safe_open(fetch(self.folder, file), framework="pt")
+            if path is not None:
+                self._open[file] = safe_open(path, framework="pt")
             found = self._open[file].get_slice(key)[low:high]
-        except StoreError:
-            raise
         except (SafetensorError, OSError) as error:
             text = f"{self.folder / file}: missing, truncated or damaged ({error})"
             raise DamageError(text) from None

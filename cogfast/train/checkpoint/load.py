@@ -1,12 +1,5 @@
-"""Checkpoints of a run, which do not depend on the parallel layout.
+"""Loads a run's checkpoint (model/weights/checkpoint_manifest.py) into ranks of any parallel layout.
 
-    <run>/checkpoints/<step>/manifest.json           slices per file, counters, progress of the run
-    <run>/checkpoints/<step>/rank-00000.safetensors  rank 0's slices: master weights, moments and EMA,
-                                                     flat float32
-    <run>/checkpoints/latest                         the newest complete step
-
-A slice is a range of a flattened parameter, or of one flattened shard of it, whose index and count
-are in the manifest. So ranks of any data- and tensor-parallel size can read the parts they need.
 Frozen weights are saved if they are the smaller part of the model (the fixed position table of a
 full fine-tune), not if they are the larger part (the base of a LoRA run).
 """
@@ -14,26 +7,23 @@ full fine-tune), not if they are the larger part (the base of a LoRA run).
 from __future__ import annotations
 
 import platform
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
 
 import torch
 
-import cogfast.extensions.stores.mirror as mirror
-import cogfast.extensions.stores.store as store
+from cogfast.core.addresses import name_of, url_of
 from cogfast.core.files import DamageError
 from cogfast.distributed.process_groups import ProcessGroups
 from cogfast.distributed.zero_engine import ZeroEngine
+from cogfast.extensions.table import hook
 from cogfast.kernels.fused_ema_adam import FusedEmaAdam
-from cogfast.model.weights.checkpoint_manifest import fetch, refusal, verify_files
+from cogfast.model.weights.checkpoint_manifest import refusal, verify_files
 from cogfast.model.weights.run_checkpoint import RunFiles
 from cogfast.model.weights.shard import shard_of, whole_shape
-
-_DOWNLOADS = 4  # files at once
 
 
 def load_checkpoint(path: Path, manifest: dict, engine: ZeroEngine, groups: ProcessGroups) -> None:
@@ -47,8 +37,9 @@ def load_checkpoint(path: Path, manifest: dict, engine: ZeroEngine, groups: Proc
     files, damage = RunFiles(path, manifest), None
     _check_has_state(path, files, engine)
     needed = files.holding({piece.parameter for piece in engine.slices} | set(files.frozen))
-    if mirror.url_of(path) is not None:
-        groups.on_all(lambda: _download(path, {name: manifest["bytes"][name] for name in needed}))
+    if url_of(path) is not None:  # (folder, {name: bytes}): downloads a checkpoint's files
+        sizes = {name: manifest["bytes"][name] for name in needed}
+        groups.on_all(lambda: hook("download_checkpoint")(path, sizes))
     mine = _share_of_files(needed, groups)
     with ThreadPoolExecutor(1, thread_name_prefix="checksums") as pool:
         verifying = pool.submit(verify_files, path, manifest, mine)
@@ -70,13 +61,6 @@ def load_checkpoint(path: Path, manifest: dict, engine: ZeroEngine, groups: Proc
     engine.load_loss_scaler_state(manifest["loss_scaler"])
     # The model still has its initial weights; the partitions have the checkpoint's.
     engine.publish("master")
-
-
-def _download(path: Path, sizes: Mapping[str, int]) -> None:
-    """Download the files of a checkpoint in a store that this rank reads: for a machine each of them once."""
-    store.check_local_cache(sum(sizes.values()))
-    with ThreadPoolExecutor(_DOWNLOADS) as pool:
-        list(pool.map(partial(fetch, path), sorted(sizes)))
 
 
 def _share_of_files(needed: Collection[str], groups: ProcessGroups) -> list[str]:
@@ -126,14 +110,14 @@ def _check_has_state(path: Path, files: RunFiles, engine: ZeroEngine) -> None:
     engine.allocate_state([])
     missing = sorted({*engine.state_kinds()} - files.kinds)
     if isinstance(engine.optimizer, FusedEmaAdam) and missing:
-        name = mirror.name_of(path)
+        name = name_of(path)
         text = f"args.resume={name}: the checkpoint has no {', '.join(missing)} of "
         text += f"{type(engine.optimizer).__name__}; resume from another one"
         raise ValueError(f"{text}, or start a new run from its weights with args.load={name}")
 
 
 def _check_same_model(path: Path, manifest: dict, engine: ZeroEngine) -> None:
-    optimizer, name = type(engine.optimizer).__name__, mirror.name_of(path)
+    optimizer, name = type(engine.optimizer).__name__, name_of(path)
     if manifest.get("optimizer", optimizer) != optimizer:
         text = f"args.resume={name}: its optimizer is {manifest['optimizer']}, whose state does not fit {optimizer}"
         text += "; resume with that deepspeed.optimizer.type"

@@ -1,4 +1,4 @@
-"""Choose a run's attention backend.
+"""Choose a run's attention, and its backend.
 
 The backend is the one that args.attention_backend names, else the checkpoint's, else the fastest
 one. Rank 0 checks and times those that can run, at the run's own shape.
@@ -10,14 +10,16 @@ import logging
 import os
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from cogfast.distributed.process_groups import ProcessGroups
+from cogfast.extensions.table import hook, hooks
 from cogfast.kernels import torch_library
 from cogfast.kernels.attention_backends import (
     BACKENDS,
@@ -26,7 +28,10 @@ from cogfast.kernels.attention_backends import (
     flash_attention,
     reason_unavailable,
 )
+from cogfast.kernels.block_kernels import choose_kernels
 from cogfast.model.config import TransformerConfig
+from cogfast.model.transformer import DiffusionTransformer
+from cogfast.model.weights.checkpoint_manifest import find_run_checkpoint, read_manifest
 from cogfast.train.assembly import DTYPES
 from cogfast.train.keys import TrainKeys
 from cogfast.train.video_size import largest_size
@@ -75,6 +80,55 @@ def check_attention(args: TrainKeys, head_width: int) -> None:
         names = ", ".join(["auto", *backends_that_run(*case)])
         text = f": {reason}; this machine can run: {names}"
         raise args.refusal("attention_backend", text)
+
+
+def follow_weights(args: TrainKeys, loras: Iterable[str] = ()) -> tuple[dict[str, str], str]:
+    """Return {key: value} of args.attention of a run's weights, if it is null and they have one, and their path.
+
+    loras: adapters beside args.load and args.load_lora.
+    """
+    if args.attention is not None:
+        return {}, ""
+    for path in filter(None, (args.load, args.load_lora, *loras)):
+        checkpoint, folder = find_run_checkpoint(Path(path)), Path(path).parent
+        if checkpoint is None and (folder / "manifest.json").is_file():
+            checkpoint = folder  # of files for diffusers in a checkpoint
+        stored = None if checkpoint is None else read_manifest(checkpoint).get("attention")
+        if stored not in (None, "dense"):
+            text = "attention: %s, as %s was trained; args.attention overrides it"
+            logger.info(text, stored, path)
+            return {args.key("attention"): stored}, str(path)
+    return {}, ""
+
+
+def choose_attention(
+    transformer: DiffusionTransformer,
+    args: TrainKeys,
+    data: Mapping[str, Any],
+    manifest: Mapping[str, Any],
+    groups: ProcessGroups,
+    is_training: bool = False,
+) -> tuple[TrainKeys, str | None]:
+    """Let a transformer use args.attention and the kernels of a backend, which a checkpoint's `manifest` keeps.
+
+    data: the data set's arguments. Return the arguments with the attention, and the backend.
+    """
+    stored, config = manifest.get("attention"), transformer.config
+    chosen = args.attention or stored or "dense"
+    if groups.is_main and stored is not None and chosen != stored:
+        text = "attention: %s instead of the checkpoint's %s, as args.attention says"
+        logger.warning(text, chosen, stored)
+    args = args.changed(attention=chosen)
+    # (transformer, args, data, groups, is_training): ValueError if it cannot.
+    for use in hooks("attention", args):
+        use(transformer, args, data, groups, is_training)
+    stored, is_sparse = manifest.get("attention_backend"), transformer.sparse_share is not None
+    if is_training:
+        backend = choose_for_training(data, args, config, groups, stored, is_sparse)
+    else:
+        backend = choose_for_sampling(args, config, groups, stored, is_sparse)
+    transformer.use_kernels(choose_kernels(args.kernels, backend))
+    return args, backend
 
 
 def choose_for_training(
@@ -166,15 +220,10 @@ def fastest_here(shape: Shape, device: torch.device, dtype: torch.dtype) -> str:
     # A backend's package is checked last: dtype, width and GPU are right.
     of_packages = [str(row) for row in rows if BACKENDS[row.name].module is not None]
     if all("does not import" in text for text in of_packages):
-        from cogfast.extensions.plan.gpus import (
-            INSTALL_FLASH_ATTENTION,
-            cost_without_flash_attention,
-            gpu_of,
-        )
-
-        if cost := cost_without_flash_attention(gpu_of(device)):
-            text = "attention: flash-attn 3 and 4 are missing; %s: %s"
-            logger.info(text, cost, INSTALL_FLASH_ATTENTION)
+        # (device) -> what a run loses there without them, and how to install them; None: nothing
+        lose = hook("without_flash_attention")
+        if lose is not None and (cost := lose(device)):
+            logger.info("attention: flash-attn 3 and 4 are missing; %s", cost)
     if device.type == "cuda":
         torch.cuda.empty_cache()  # sync: once, before training
     return name

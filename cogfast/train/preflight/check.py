@@ -17,7 +17,8 @@ import torch
 from cogfast.config.components import own_objective, own_optimizer
 from cogfast.config.sat_network import LORA_KEY, NETWORK_KEY
 from cogfast.config.sat_unused import OPTIMIZER
-from cogfast.core.addresses import is_url
+from cogfast.config.yaml_files import PLACEHOLDER
+from cogfast.core.addresses import is_hub_id, is_url
 from cogfast.core.component import Component, is_none
 from cogfast.core.json_files import brief
 from cogfast.core.keys import DEFAULT, find_origin, names_origins
@@ -31,12 +32,7 @@ from cogfast.extensions.conditions.check import (
     check_stated,
 )
 from cogfast.extensions.formats.adapters import check_config, lacks_alpha, open_adapter
-from cogfast.extensions.pipeline_folder.pipeline_folder import PLACEHOLDER, is_hub_id
-from cogfast.extensions.sample.flags import check_negative_prompt
-from cogfast.extensions.sample.prompt_files import given_prompts
-from cogfast.extensions.sample.sizes import open_image
-from cogfast.extensions.scores.scores import check_scores
-from cogfast.extensions.sparse.check import check_sparse
+from cogfast.extensions.table import hooks
 from cogfast.model.config import Family, TransformerConfig, derived_models
 from cogfast.model.keys import ModelKeys
 from cogfast.model.lora import SAT_ALPHA
@@ -138,7 +134,7 @@ def _check_base(args: TrainKeys, network: Network) -> None:
     model, sizes = network.model, network.config
     key = "trainable_modules" if model.trainable_modules else "not_trainable_prefixes"
     if args.load is None and getattr(model, key) != getattr(ModelKeys(), key):
-        transformer = build_on_meta(network, args, None)
+        transformer = build_on_meta(network, args)
         kept = {*frozen_to_keep(transformer), *transformer.unused_parameter_names()}
         is_lost = {n not in kept and not p.requires_grad for n, p in transformer.named_parameters()}
         # If all are frozen, nothing is trainable, which is another error.
@@ -205,8 +201,12 @@ def check_train(run: Run, world_size: int | None = None) -> None:
         raise KeyProblem(key, f"{text}; use Prodigy or sat.ops.FusedEmaAdam")
     _check_base(args, network)
     _check_data(args, run.model, run.data, run.frozen, run.fields)
-    check_sparse(args, sizes, data, is_training=True)
-    _check_evaluation(args, model, run.data, run.sampler)
+    # (args, network, data, is_training)
+    for check in hooks("check_attention", args):
+        check(args, sizes, data, is_training=True)
+    # (args, model, data, sampler)
+    for check in hooks("check_evaluation", args):
+        check(args, model, run.data, run.sampler)
     try_diffusion(run.denoiser, run.loss, run.sampler)
     try_optimizer(args, run.deepspeed, run.allow_import)
     num_steps = args.train_iters or sys.maxsize  # steps of epochs are known only with the data
@@ -266,7 +266,8 @@ def check_sample(run: Run, weights: str | None = None, given: Sequence[str] = ()
         check_size(network, *args.sampling_image_size, key=args.key("sampling_image_size"))
     if args.sampling_num_frames is not None:
         check_latent_frames(network, args.sampling_num_frames)
-    check_sparse(args, sizes, data)
+    for check in hooks("check_attention", args):
+        check(args, sizes, data, is_training=False)
 
 
 def _require(model: Mapping[str, Any], *names: str) -> None:
@@ -478,37 +479,6 @@ def _check_data(
     elif args.latent_cache is not None:
         text = f" does not work with {data and data.target}: the cache replaces video files; use a data set of "
         raise args.refusal("latent_cache", f"{text}video files, or set args.latent_cache=null")
-
-
-def _check_evaluation(
-    args: TrainKeys, model: ModelKeys, data: Component | None, sampler: Component | None
-) -> None:
-    """Check the prompts and images that evaluations sample, and read every image once.
-
-    Without evaluations they are not used, and not checked.
-    """
-    check_scores(args, data)
-    if not args.has_evaluation:
-        return
-    if sampler is not None:
-        check_negative_prompt(args.negative_prompt, sampler)
-    if args.eval_prompt_file is not None and args.eval_prompts:
-        key = args.key("eval_prompt_file")
-        text = f"{key}={brief(args.eval_prompt_file)} and args.eval_prompts are both set"
-        raise KeyProblem(key, f"{text}; set args.eval_prompts=[] or {key}=null")
-    name = args.key("eval_prompt_file" if args.eval_images is None else "eval_images")
-    try:
-        # Reads the files once more than the evaluation does, which is cheap, and reports before it.
-        images = [image for _, image in given_prompts(args) if image is not None]
-        if images and "image" not in model.inputs:
-            text = f"has the image {images[0]}, but a text-to-video model does not use images"
-            raise ValueError(f"{name}={getattr(args, name[5:])} {text}; leave them out")
-        for image in images:
-            open_image(image, name)
-    except ValueError as error:
-        # Its messages begin with the key.
-        key = re.match(r"args\.\w+", str(error))
-        raise KeyProblem(key[0] if key else args.key("eval_prompts"), str(error)) from None
 
 
 def _check_pixel_data(

@@ -93,3 +93,14 @@ def check_global_batch(
 
 def _world(world_size: int | None) -> int:
     return int(os.environ.get("WORLD_SIZE", "1")) if world_size is None else world_size
+
+
+def divide(global_batch: int, batch_size: int, most_copies: int) -> tuple[int, int, int]:
+    """Return the most data-parallel ranks that divide a global batch, the largest batch size up to
+    `batch_size`, and the accumulation."""
+    copies = next((n for n in range(most_copies, 0, -1) if global_batch % n == 0), 0)
+    if not copies:
+        return 0, 0, 0
+    each = global_batch // copies
+    size = next(n for n in range(min(batch_size, each), 0, -1) if each % n == 0)
+    return copies, size, each // size

@@ -20,7 +20,7 @@ from cogfast.config.components import own_optimizer
 from cogfast.config.sat_unused import FIRST_STAGE, OPTIMIZER, TEXT_ENCODERS
 from cogfast.core.component import Component
 from cogfast.core.values import KeyProblem, cut, select
-from cogfast.extensions.formats.image_scale import difference, pipeline_code, stock_scale
+from cogfast.extensions.table import hooks
 from cogfast.model.config import TransformerConfig
 from cogfast.model.keys import ModelKeys
 from cogfast.train.assembly import Diffusion
@@ -77,9 +77,8 @@ def try_optimizer(args: TrainKeys, section: Mapping[str, Any], allow_import: Seq
     """Build the optimizer of DeepSpeed's section; KeyProblem if that fails."""
     # One element stands for the model, which is too large to build here.
     groups: list[dict] = [{"params": [nn.Parameter(torch.zeros(1, 1))]}]
-    given = section.get("optimizer") or {}, groups, args.kernels, allow_import
-    state = args.optimizer_moments, args.ema_device, args.lr
-    try_build(OPTIMIZER, partial(build_optimizer, *given, *state))
+    given = section.get("optimizer") or {}, groups, args.kernels, allow_import, args.lr, args
+    try_build(OPTIMIZER, partial(build_optimizer, *given))
 
 
 def try_diffusion(*parts: Component | None) -> None:
@@ -158,13 +157,9 @@ def warn_of_image_scale(
     """Warn if the first frame's scale is not that of diffusers' pipeline. load: args.load. is_end: of a run."""
     if "image" not in model.inputs:
         return
-    stock = stock_scale(network.patch_size.joins_frames, Path(load) if load else None)
-    text = difference(model.image_latent_scale, stock, model.scale_factor)
-    if text is not None and is_end:
-        code = pipeline_code(model.image_latent_scale, model.scale_factor)
-        logger.warning("%s; before sampling there: %s", text, code)
-    elif text is not None:
-        logger.warning("%s; model.image_latent_scale=%s is the same", text, stock)
+    # (model, load, network, is_end)
+    for warn in hooks("image_scale"):
+        warn(model, load, network, is_end)
 
 
 def fit_rates(

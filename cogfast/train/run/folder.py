@@ -29,25 +29,17 @@ from omegaconf import OmegaConf
 import cogfast.extensions.stores.store as store
 from cogfast import __version__
 from cogfast.config.sat_unused import DENOISER, FIRST_STAGE, OPTIMIZER, SAMPLER, take_moved
-from cogfast.core.addresses import shown
+from cogfast.core.addresses import name_of, shown, url_of, with_urls
 from cogfast.core.files import WriteError, read_limited, wait_until, write_text
 from cogfast.core.run_lock import RunLock, check_object, is_held
 from cogfast.core.values import counted, cut, leaves, printable
 from cogfast.data.keys import data_param
 from cogfast.distributed.keys import DeepSpeedKeys
 from cogfast.distributed.process_groups import ProcessGroups
-from cogfast.extensions.formats.peft import FILE_NAME as LORA_FILE_NAME
-from cogfast.extensions.stores.mirror import (
-    copy_of,
-    download_run,
-    empty,
-    name_of,
-    place_of,
-    url_of,
-    with_urls,
-)
+from cogfast.extensions.stores.mirror import copy_of, download_run, folder_of, remove_earlier_run
 from cogfast.extensions.stores.store import StoreError
 from cogfast.model.keys import ModelKeys
+from cogfast.model.lora import FILE_NAME as LORA_FILE_NAME
 from cogfast.model.weights.checkpoint_manifest import (
     find_run_checkpoint,
     is_in_run,
@@ -83,6 +75,9 @@ _CONFIG = "training_config.yaml"
 _STAMP = re.compile(r"-\d{4}-\d\d-\d\d-\d\d-\d\d-\d\d$")
 
 
+Lock = Callable[[Path, bool], None]  # locks a run's folder, of which it gets whether it is new
+
+
 def open_run_folder(
     args: TrainKeys, groups: ProcessGroups, held: ExitStack
 ) -> tuple[Path, Path | None, Callable[[], None]]:
@@ -98,26 +93,31 @@ def open_run_folder(
     locks: list[RunLock] = []
     opened: list[Path] = []  # on rank 0, where the checkpoint may be a copy of that of another run
 
+    def lock(run: Path, is_new: bool) -> None:
+        locks.append(held.enter_context(RunLock(run, is_new)))
+        if url_of(run) is not None:
+            download_run(run)
+
     def open_on_main() -> tuple[list[str], str | None, str]:
         try:
-            opened.extend(path for path in _open(args, locks, held) if path is not None)
+            opened.extend(path for path in _open(args, lock) if path is not None)
         except StoreError as error:
-            is_path = args.run_folder is None and args.resume not in (None, "auto", "latest")
+            is_path = args.run_folder is None and _path_to_resume(args) is not None
             text = f"args.{'resume' if is_path else _given_folder(args)[0]}: {error}"
             raise ValueError(text) from None
         return [name_of(path) for path in opened], locks[-1].url, locks[-1].holder
 
     # Other machines may have their caches elsewhere.
-    names, lock, holder = groups.on_main(open_on_main)
+    names, url, holder = groups.on_main(open_on_main)
 
     def open_here() -> tuple[Path, Path | None]:
-        run, *checkpoints = opened or map(place_of, names)
+        run, *checkpoints = opened or map(folder_of, names)
         first = groups.rank - groups.local_rank  # on this machine
         if first > 0 and url_of(run) is not None:
             # Machines may share a local cache, and each of them uploads its folder.
             run = store.local_cache()[0] / f"rank-{first}" / "runs" / names[0]
             if groups.local_rank == 0:
-                empty(run)
+                remove_earlier_run(run)
         elif groups.rank > 0 and url_of(run) is None:
             _check_shared(args, run, holder)
         return run, next(iter(checkpoints), None)
@@ -125,7 +125,7 @@ def open_run_folder(
     run, checkpoint = groups.on_all(open_here)
     if locks:
         return run, checkpoint, locks[-1].check
-    return run, checkpoint, lambda: None if lock is None else check_object(lock, holder)
+    return run, checkpoint, lambda: None if url is None else check_object(url, holder)
 
 
 def _check_shared(args: TrainKeys, run: Path, holder: str) -> None:
@@ -137,43 +137,24 @@ def _check_shared(args: TrainKeys, run: Path, holder: str) -> None:
         raise ValueError(f"args.{key}={getattr(args, key)}: {text}; {fix}")
 
 
-def _open(args: TrainKeys, locks: list[RunLock], held: ExitStack) -> tuple[Path, Path | None]:
-    """Find or create the run's folder and lock it. The lock goes into `locks`."""
-
-    def lock(run: Path, is_new: bool = False) -> None:
-        locks.append(held.enter_context(RunLock(run, is_new)))
-        if url_of(run) is not None:
-            download_run(run)
-
+def _open(args: TrainKeys, lock: Lock) -> tuple[Path, Path | None]:
+    """Find or create the run's folder and lock it, and find the checkpoint that it resumes from."""
+    checkpoint = None
     if args.run_folder is not None:
-        run = place_of(args.run_folder)
+        run = folder_of(args.run_folder)
         if url_of(run) is None:
             resumed_in_run_folder(args)
         create_folder(args)
-        lock(run)
+        lock(run, False)
         # Looked for behind the lock: another run may just have saved its last checkpoint.
         checkpoint = resumed_in_run_folder(args)
+    elif (found := _find(args, is_logged=True)) is None:
+        run = _create_run(args, lock)
+    elif adapters_to_resume(found[1]) is not None:
+        # CogVideo's trainer gives weights to start from, and no run to continue.
+        return _create_run(args, lock), found[1]
     else:
-        save, name = place_of(args.save or "runs"), args.experiment_name
-        run, checkpoint = _find(save, name, args.resume, lock)
-        if checkpoint is not None and url_of(run) is not None and not _is_copy(run):
-            run.mkdir(parents=True, exist_ok=True)
-            lock(run)
-            if args.resume not in ("auto", "latest"):
-                checkpoint = _named(checkpoint)[1]
-        if checkpoint is not None and adapters_to_resume(checkpoint) is not None:
-            # CogVideo's trainer gives weights to start from, and no run to continue.
-            run, _ = _find(save, name, None, lock)
-        elif checkpoint is not None and not (
-            checkpoint.parent.name == "checkpoints" or (run / _CONFIG).is_file()
-        ):
-            # A copy: what lies beside it is not this run's to write to and remove.
-            text = f"args.resume={args.resume}: it is not in the folder of its run, as RUN/checkpoints/STEP; set "
-            raise ValueError(f"{text}args.run_folder to the folder in which the run continues")
-        if not locks:
-            lock(run)
-        if checkpoint is not None and args.resume in ("auto", "latest"):
-            checkpoint = newest_checkpoint(run)
+        run, checkpoint = _open_found(args, *found, lock)
     is_theirs = checkpoint is not None and adapters_to_resume(checkpoint) is not None
     if checkpoint is not None and not is_theirs and run_of(checkpoint).samefile(run):
         layout = layout_of(checkpoint)
@@ -183,23 +164,46 @@ def _open(args: TrainKeys, locks: list[RunLock], held: ExitStack) -> tuple[Path,
     return run, checkpoint
 
 
+def _open_found(
+    args: TrainKeys, run: Path, checkpoint: Path, lock: Lock
+) -> tuple[Path, Path | None]:
+    """Lock the folder of a run that `_find` has found, and return it and the checkpoint to resume."""
+    is_stored = url_of(run) is not None
+    if is_stored:
+        run.mkdir(parents=True, exist_ok=True)
+        lock(run, False)
+        if _path_to_resume(args) is not None:
+            checkpoint = _named(checkpoint)[1]
+    if checkpoint.parent.name != "checkpoints" and not (run / _CONFIG).is_file():
+        # A copy: what lies beside it is not this run's to write to and remove.
+        text = f"args.resume={args.resume}: it is not in the folder of its run, as RUN/checkpoints/STEP; set "
+        raise ValueError(f"{text}args.run_folder to the folder in which the run continues")
+    if not is_stored:
+        lock(run, False)
+    # The run may just have saved its last checkpoint.
+    return run, checkpoint if _path_to_resume(args) is not None else newest_checkpoint(run)
+
+
 def checkpoint_to_resume(args: TrainKeys) -> Path | None:
     """Return the checkpoint from which a run would resume now; None starts a new run. Creates nothing."""
+    path = _path_to_resume(args)
     if args.run_folder is not None and not store.is_url(args.run_folder):
         return resumed_in_run_folder(args)
     if args.run_folder is not None:
-        own = _copied(place_of(args.run_folder))
-        if own is not None or args.resume in (None, "auto", "latest"):
+        own = _copied(folder_of(args.run_folder))
+        if own is not None or path is None:
             return own
-    run, found = _find(place_of(args.save or "runs"), args.experiment_name, args.resume)
+    if (found := _find(args)) is None:
+        return None
+    run, checkpoint = found
     # In a store, the run's `latest` says which of its checkpoints it is.
-    is_newest = found is not None and args.resume in ("auto", "latest") and url_of(run) is not None
-    return _copied(run if is_newest else found)
+    return _copied(run if path is None and url_of(run) is not None else checkpoint)
 
 
-def _copied(found: Path | None) -> Path | None:
+def _copied(found: Path) -> Path | None:
     """Return a run's or checkpoint's own path, or the checkpoint in a copy of what is in a store, if any."""
-    if found is None or (url := url_of(found)) is None or _is_copy(found):
+    url = url_of(found)
+    if url is None or found != folder_of(url):  # on a disk, or a copy
         return found
     return find_run_checkpoint(Path(copy_of(url))) if store.find(url) else None
 
@@ -210,7 +214,7 @@ def resumed_in_run_folder(args: TrainKeys) -> Path | None:
     ValueError if the folder has another run, or has none to resume.
     """
     assert args.run_folder is not None, "the caller asks"
-    run = place_of(args.run_folder)
+    run, path = folder_of(args.run_folder), _path_to_resume(args)
     if run.exists() and not run.is_dir():
         raise ValueError(f"args.run_folder={run} is a file; set it to a folder")
     # The folder's own checkpoints count before those of a path, so that a restarted job continues.
@@ -221,10 +225,10 @@ def resumed_in_run_folder(args: TrainKeys) -> Path | None:
         text = f"args.resume=latest: args.run_folder={args.run_folder} has no checkpoint"
         raise ValueError(f"{text}; use args.resume=auto to start a new run in that case")
     checkpoint = None
-    if args.resume not in (None, "auto"):
-        place = place_of(args.resume)
+    if path is not None:
+        place = folder_of(path)
         is_own = place.is_relative_to(run)  # and so downloaded, if it is in a store
-        copy = None if is_own else _their_adapters(place) or Path(copy_of(args.resume))
+        copy = None if is_own else _their_adapters(place) or Path(copy_of(path))
         checkpoint = _named(copy or place)[1]
     if checkpoint is not None and run.is_dir() and run_of(checkpoint).samefile(run):
         return checkpoint
@@ -274,13 +278,18 @@ def create_folder(args: TrainKeys) -> None:
         raise _not_creatable(args, key, str(error.strerror)) from None
 
 
+def _path_to_resume(args: TrainKeys) -> str | None:
+    """Return the path in args.resume; None for a new run and for the newest one."""
+    return None if args.resume in (None, "auto", "latest") else args.resume
+
+
 def _given_folder(args: TrainKeys) -> tuple[str, Path]:
     """Return the key that sets where the run is written, and its absolute path."""
-    is_path = args.run_folder is None and args.resume not in (None, "auto", "latest")
-    if is_path and (own := find_run_checkpoint(place_of(args.resume or "").absolute())):
+    path = None if args.run_folder is not None else _path_to_resume(args)
+    if path is not None and (own := find_run_checkpoint(folder_of(path).absolute())):
         return "resume", run_of(own)
     key = "run_folder" if args.run_folder is not None else "save"
-    return key, place_of(getattr(args, key) or "runs").absolute()
+    return key, folder_of(getattr(args, key) or "runs").absolute()
 
 
 def _not_creatable(args: TrainKeys, key: str, reason: str) -> ValueError:
@@ -325,57 +334,65 @@ def samples_place(run: Path, step: int, layout: FolderLayout) -> tuple[Path, str
     return run / "samples" / f"step-{step:08d}", ""
 
 
-def _find(
-    save: Path,
-    experiment: str,
-    resume: str | None,
-    lock: Callable[[Path, bool], None] | None = None,
-) -> tuple[Path, Path | None]:
-    """Return a run's folder and the checkpoint to resume. lock: locks a new folder; None: none is created."""
-    if resume not in (None, "auto", "latest"):
-        path = place_of(resume)
-        if url_of(path) is None:
-            return _named(path)
-        if (theirs := _their_adapters(path)) is not None:
-            return _named(theirs)
-        run = path.parent if path.name == "checkpoints" else path
-        run = run_of(path) if is_in_run(path) else run
-        if run not in _stored_runs(run):  # before all that lies there is downloaded
-            raise _no_checkpoint(path)
-        return run, path
-    if resume is not None:
-        url = url_of(save)
-        stored = {} if url is None else _stored_runs(save)
-        # The glob also finds experiments whose names begin with this one's.
-        runs = [p for p in stored if p.parent == save] or save.glob(f"{escape(experiment)}-*")
-        runs = [p for p in runs if _STAMP.sub("", p.name) == experiment]
-        # Names of earlier versions are in local time. A store has no files here: the newest name comes first.
-        files = lambda run: run.glob("checkpoint*/**/manifest.json")
-        saved = lambda run: max(map(os.path.getmtime, files(run)), default=0.0)
-        for run in sorted(runs, key=lambda run: (saved(run), run.name), reverse=True):
-            checkpoint = newest_checkpoint(run) if url is None else stored.get(run)
-            if checkpoint is not None:
-                if lock is not None and len(runs) > 1:
-                    text = "args.resume=%s continues %s, which has saved last of %d runs of %r"
-                    logger.info(text, resume, name_of(run), len(runs), experiment)
-                return run, checkpoint
-        if resume == "latest":
-            text = f"args.resume=latest: no run of {experiment!r} with a checkpoint in {name_of(save)}; use "
-            raise ValueError(f"{text}args.resume=auto to start a new run in that case")
-    while lock is not None:
+def _find(args: TrainKeys, is_logged: bool = False) -> tuple[Path, Path] | None:
+    """Return the run that args.resume names, and its checkpoint; None: there is none to resume.
+
+    In a store, nothing is downloaded. is_logged: the choice between several runs.
+    """
+    if (name := _path_to_resume(args)) is None:
+        return None if args.resume is None else _newest_run(args, is_logged)
+    path = folder_of(name)
+    if url_of(path) is None:
+        return _named(path)
+    if (theirs := _their_adapters(path)) is not None:
+        return _named(theirs)
+    run = path.parent if path.name == "checkpoints" else path
+    run = run_of(path) if is_in_run(path) else run
+    if run not in _stored_runs(run):
+        raise _no_checkpoint(path)
+    return run, path
+
+
+def _newest_run(args: TrainKeys, is_logged: bool) -> tuple[Path, Path] | None:
+    """Return the run of the experiment in args.save that has saved last, and its checkpoint."""
+    save, experiment = folder_of(args.save or "runs"), args.experiment_name
+    url = url_of(save)
+    stored = {} if url is None else _stored_runs(save)
+    # The glob also finds experiments whose names begin with this one's.
+    runs = [p for p in stored if p.parent == save] or save.glob(f"{escape(experiment)}-*")
+    runs = [p for p in runs if _STAMP.sub("", p.name) == experiment]
+    # Names of earlier versions are in local time. A store has no files here: the newest name comes first.
+    files = lambda run: run.glob("checkpoint*/**/manifest.json")
+    saved = lambda run: max(map(os.path.getmtime, files(run)), default=0.0)
+    for run in sorted(runs, key=lambda run: (saved(run), run.name), reverse=True):
+        checkpoint = newest_checkpoint(run) if url is None else stored.get(run)
+        if checkpoint is not None:
+            if is_logged and len(runs) > 1:
+                text = "args.resume=%s continues %s, which has saved last of %d runs of %r"
+                logger.info(text, args.resume, name_of(run), len(runs), experiment)
+            return run, checkpoint
+    if args.resume == "latest":
+        text = f"args.resume=latest: no run of {experiment!r} with a checkpoint in {name_of(save)}; use "
+        raise ValueError(f"{text}args.resume=auto to start a new run in that case")
+    return None
+
+
+def _create_run(args: TrainKeys, lock: Lock) -> Path:
+    """Create the folder of a new run in args.save, and lock it."""
+    save = folder_of(args.save or "runs")
+    while True:
         stamp = datetime.now(UTC).strftime("%Y-%m-%d-%H-%M-%S")
-        run = save / f"{experiment}-{stamp}"
+        run = save / f"{args.experiment_name}-{stamp}"
         try:
             # Creating the folder also reserves its name against runs that start now; in a store, the lock does.
             run.mkdir(parents=True)
             lock(run, True)
-            return run, None
+            return run
         except FileExistsError:  # another run started in the same second
             time.sleep(0.2)
         except OSError as error:
             text = f"args.save={name_of(save)}: cannot create a run's folder there ({error.strerror or error})"
             raise ValueError(f"{text}; set it to another folder") from None
-    return save, None
 
 
 def _stored_runs(folder: Path) -> dict[Path, Path]:
@@ -396,16 +413,13 @@ def _their_adapters(path: Path) -> Path | None:
     return Path(copy_of(f"{url}/{LORA_FILE_NAME}")).parent
 
 
-def _is_copy(path: Path) -> bool:
-    return path != place_of(name_of(path))
-
-
 def _no_checkpoint(path: Path) -> ValueError:
     text = "it has no checkpoint of cogfast; set it to the folder of a run"
     return ValueError(f"args.resume={name_of(path)}: {text}")
 
 
 def _named(path: Path) -> tuple[Path, Path]:
+    """Return the run and the checkpoint that a path of a run or a checkpoint names."""
     if not path.is_dir():
         text = f"args.resume={name_of(path)}: no such folder; refusing to start from scratch"
         raise ValueError(f"{text}; set it to the folder of a run or checkpoint, or to auto")

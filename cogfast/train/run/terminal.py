@@ -1,4 +1,4 @@
-"""Log lines at the start and the end of a run."""
+"""Log lines at the start and the end of a run, and what errors say of how to continue it."""
 
 from __future__ import annotations
 
@@ -10,19 +10,23 @@ import shlex
 from collections.abc import Mapping, Sequence
 from inspect import iscode, isfunction
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from cogfast.config.sat_unused import NETWORKS, own_defaults
+from cogfast.config.sat_unused import own_defaults
+from cogfast.core.addresses import name_of
 from cogfast.core.files import open_regular
 from cogfast.core.keys import find_origin, level
 from cogfast.core.values import counted
-from cogfast.extensions.sample.flags import addresses, as_words, input_words, sampled_tensors
-from cogfast.extensions.stores.mirror import name_of
+from cogfast.model.weights.checkpoint_manifest import run_of
 from cogfast.train.keys import TrainKeys
-from cogfast.train.run.folder import plain_sections
-from cogfast.train.run.opened import Run
+
+if TYPE_CHECKING:
+    from cogfast.train.checkpoint.write import CheckpointWriter
 
 logger = logging.getLogger(__name__)
+
+# Commands that copy a folder to a store, by its scheme
+_COPIES = {"s3": "aws s3 cp --recursive", "gs": "gcloud storage cp --recursive"}
 
 
 def log_misspelt(found: type, base: type, names: Sequence[str]) -> None:
@@ -73,42 +77,48 @@ def resume_words(args: TrainKeys, origins: Mapping[str, str], folder: str) -> st
     return option + shlex.quote(folder)
 
 
-def log_commands(run: Run, folder: str, num_steps: int, is_lora: bool, shows_ema: bool) -> None:
-    """Log the commands that users need after a run, a line for each.
+class Hints:
+    """Describes how to continue a run in `folder`. writer: of its checkpoints; None until the run has one."""
 
-    num_steps: of the run; the command that resumes names twice as many. shows_ema: the run's samples are
-    made with the averaged weights.
-    """
-    args, model, network = run.args, run.model, run.network_target
-    epochs, shown_folder = args.epochs, shlex.quote(folder)
-    key, value = ("train_iters", num_steps) if epochs is None else ("epochs", epochs)
-    origin = run.origins.get(args.key(key), "")
-    # cogfast finetune sets both by its own options, too.
-    more = f"{origin} {2 * value}" if origin.startswith("--train_") else f"args.{key}={2 * value}"
-    files = input_words(model.inputs, model.given_frames)
-    for name in sampled_tensors(network, run.data_arguments):
-        files += f" --tensor {shlex.quote(f'{name}=FILE.npy')}"
-    to = "peft" if is_lora else "diffusers"
-    own = "".join(f" --allow-import {shlex.quote(name)}" for name in run.allow_import)
-    is_own = network not in NETWORKS
-    # No other format has added modules.
-    more_words = " --ema" * shows_ema + " --allow-unexpected" * is_own
-    theirs = addresses(plain_sections(run.sections), is_of_run=True)
-    words, hint = as_words(theirs)
-    commands = {
-        "to sample": f"cogfast sample {shown_folder}{own}{words} --prompt TEXT{files} --out DIR{hint}",
-        "to convert": f"cogfast convert {shown_folder} DIR --to {to}{more_words}",
-        "to train on": f"the same command with {resume_words(args, run.origins, folder)} {more}",
-    }
-    is_given = name_of(args.load or "") in theirs.values()
-    is_merged = model.trainable_modules is not None if is_lora else is_given
-    if is_merged and not is_own:
-        base = shlex.quote(args.load or "BASE")
-        more_words = f" --merge-lora {shown_folder}" + " --ema" * shows_ema
-        commands["to convert"] = f"cogfast convert {base} DIR --to diffusers{more_words}"
-    if is_own and model.trainable_modules is not None and not is_lora:
-        del commands["to convert"]
-    log_facts(commands)
+    def __init__(
+        self, args: TrainKeys, origins: Mapping[str, str], folder: Path, world_size: int
+    ) -> None:
+        self.args, self.origins, self.folder, self.world_size = args, origins, folder, world_size
+        self.writer: CheckpointWriter | None = None
+
+    def how_to_upload(self) -> str | None:
+        """Return the commands for a checkpoint that is not in its store and from which no restart continues."""
+        unsent = None if self.writer is None else self.writer.folder.unsent
+        # With args.elastic a restart removes these files, and continues from what is in the store.
+        if unsent is None or self.args.elastic != "off":
+            return None
+        url = name_of(unsent)
+        copy = _COPIES.get(url.partition("://")[0], "copy") + f" {unsent} {url}"
+        where = " on each machine" if self.world_size > 1 else ""
+        how = f"run `{copy}`{where}, then the same command with {self._resume_words(url)}"
+        return f"{url} is not in the store; {how}"
+
+    def _resume_words(self, folder: str) -> str:
+        return resume_words(self.args, self.origins, folder)
+
+    def how_to_resume(self) -> str:
+        """Describe the last checkpoint and the command that resumes from it."""
+        path, folder = None if self.writer is None else self.writer.saved, self.folder
+        if self.writer is not None and self.how_to_upload():
+            return f"its files are in {self.writer.folder.unsent}, but not in the store; the log says how to upload them"
+        if path is None:
+            how = "" if self.args.run_folder is None else f" with {self._resume_words('auto')}"
+            return (
+                f"nothing is saved in {name_of(folder)}; run the same command{how} to start again"
+            )
+        # A run that continues another one in a folder of its own may not have saved yet.
+        is_own = run_of(path).absolute() == folder.absolute()
+        if self.args.elastic != "off":
+            return f"the last checkpoint is {name_of(path)}; torchrun, or the same command, resumes from it"
+        resume = self._resume_words(name_of(folder if is_own else path))
+        return (
+            f"the last checkpoint is {name_of(path)}; run the same command with {resume} to resume"
+        )
 
 
 def log_unused(

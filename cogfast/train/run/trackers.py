@@ -5,7 +5,9 @@ Losing one of them does not end training.
 
 from __future__ import annotations
 
+import json
 import logging
+import math
 import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -15,7 +17,9 @@ from typing import TYPE_CHECKING, Any
 
 from cogfast.core.files import open_own
 from cogfast.core.values import one_line, printable
+from cogfast.train.keys import TrainKeys
 from cogfast.train.run.folder import command_line, wandb_id
+from cogfast.train.run.metrics_file import history_until
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
@@ -223,3 +227,50 @@ class WandbRun(_Tracker):
 
     def finish(self, has_failed: bool) -> None:
         self._attempt("the run's end", lambda: self._run.finish(exit_code=int(has_failed)))
+
+
+class Trackers:
+    """Writes the numbers of a run to metrics.jsonl, TensorBoard and W&B. Only rank 0 writes.
+
+    start_step: where the run resumes; later lines of an earlier start are removed. history: the lines of
+    metrics.jsonl, empty on other ranks.
+    """
+
+    def __init__(self, args: TrainKeys, folder: Path, start_step: int, is_main: bool) -> None:
+        self.is_main = is_main
+        self.history: list[dict] = []
+        self._wandb: WandbRun | None = None
+        if not is_main:
+            return
+        path = folder / "metrics.jsonl"
+        self.history, self._lines = history_until(start_step, path), LogFile(path)
+        name = "logs" if args.folder_layout == "finetune" else "tensorboard"
+        self._tensorboard = TensorBoardRun(folder / name, start_step + 1 if start_step else 0)
+        if args.wandb:
+            self._wandb = WandbRun(folder, args.wandb_project_name)
+
+    def write(self, step: int, line: dict) -> None:
+        """Write numbers. line: has `step`, too."""
+        if not self.is_main:
+            return
+        self.history.append(line)
+        # JSON has no NaN and no infinities.
+        is_odd = lambda value: isinstance(value, float) and not math.isfinite(value)
+        plain = {key: None if is_odd(value) else value for key, value in line.items()}
+        is_written = self._lines.append(json.dumps(plain).encode() + b"\n")
+        numbers = {k: v for k, v in line.items() if isinstance(v, (int, float)) and k != "step"}
+        if is_written:  # else the disk is full for TensorBoard's file, too
+            self._tensorboard.log(step, numbers)
+        if self._wandb is not None:
+            self._wandb.log(step, numbers)
+
+    def add_videos(self, step: int, videos: Sequence[tuple[Path, str]]) -> None:
+        """Copy sampled videos, each with its prompt, to W&B."""
+        if self._wandb is not None:
+            self._wandb.log_videos(step, videos)
+
+    def close(self, error: BaseException | None) -> None:
+        if self._wandb is not None:
+            self._wandb.finish(has_failed=error is not None)
+        if self.is_main:
+            self._tensorboard.close()

@@ -25,7 +25,6 @@ from cogfast.data.datasets import CaptionedVideos, SizedDataset
 from cogfast.data.global_order import GlobalOrder
 from cogfast.distributed.lost_ranks import UnsharedError, is_of_another_rank
 from cogfast.distributed.process_groups import OtherRankError, ProcessGroups
-from cogfast.distributed.step_clock import CLOCK
 from cogfast.distributed.zero_engine import ZeroEngine
 from cogfast.model.transformer import DiffusionTransformer
 from cogfast.train.assembly import assemble_batches
@@ -113,7 +112,7 @@ class NonfiniteCheck(Watcher):
         if not was_bad and self._num_reports < _MOST_REPORTS:
             self._num_reports += 1
             texts = self._report(int(first), step)
-            CLOCK.restart()
+            self.engine.clock.restart()
         if self.args.nonfinite == "stop":
             end = f"the checkpoint of step {step} is saved"
             if not self.save():

@@ -14,7 +14,7 @@ from cogfast.distributed.parallelize import find_shards
 from cogfast.distributed.process_groups import ProcessGroups
 from cogfast.distributed.tensor_parallel import ParallelGroup
 from cogfast.distributed.zero_engine import ZeroEngine
-from cogfast.extensions.memory.host_blocks import stored_base
+from cogfast.model.keys import ModelKeys
 from cogfast.model.transformer import DiffusionTransformer
 from cogfast.train.watchers.watcher import Watcher
 
@@ -35,12 +35,24 @@ def lora_cannot_learn(transformer: DiffusionTransformer, groups: ProcessGroups) 
     if not transformer.output.weight.any():
         return "the output layer is zero"
     named = transformer.blocks.named_parameters()
-    gates: list[Tensor] = [p for name, p in named if ".modulation." in name]
-    stored = stored_base(transformer).items()
-    gates += [tensors["weight"] for path, tensors in stored if ".modulation." in path]
+    named = (*named, *transformer.runtime.held.items())
+    gates: list[Any] = [p for name, p in named if ".modulation." in name]
     # Each rank of a tensor-parallel group has a part of the modulation, which may be zero.
     is_learning = groups.decide(any(bool(p.any()) for p in gates))
     return None if is_learning else "the blocks' modulation is zero"
+
+
+def check_has_gradient(loss: Tensor, model: ModelKeys) -> None:
+    """Refuse a loss that no trained parameter has a part in."""
+    if loss.requires_grad:
+        return
+    if model.trainable_modules is not None:
+        text = "the loss has no gradient: none of model.trainable_modules took part in it; give the samples what "
+        text += "these modules read (data.params.tensors), or train other weights, too"
+    else:
+        text = "compute_loss returned a loss without a gradient; compute it from the output of the model, outside "
+        text += "torch.no_grad(), without .item() and .detach()"
+    raise ValueError(text)
 
 
 class GradientCheck(Watcher):

@@ -23,11 +23,11 @@ from torch.autograd.profiler_util import EventList, FunctionEventAvg
 from torch.cuda import profiler as cuda_profiler
 from torch.profiler import ProfilerActivity, profile, record_function
 
+from cogfast.core.addresses import name_of
 from cogfast.core.files import UNFINISHED, WriteError, write_text, write_whole
 from cogfast.core.values import counted
 from cogfast.distributed.process_groups import ProcessGroups
-from cogfast.distributed.step_clock import CLOCK
-from cogfast.extensions.stores.mirror import name_of
+from cogfast.distributed.step_clock import StepClock
 from cogfast.train.watchers.watcher import Watcher
 
 logger = logging.getLogger(__name__)
@@ -41,16 +41,16 @@ _NSYS = ("NSYS_PROFILING_SESSION_ID", "NVTX_INJECTION64_PATH", "CUDA_INJECTION64
 
 
 class Profiler(Watcher):
-    """Captures NUM_STEPS steps, after `first` completed ones."""
+    """Captures NUM_STEPS steps, after `first` completed ones, with the ranges that `clock` opens."""
 
-    def __init__(self, folder: Path, groups: ProcessGroups, first: int) -> None:
-        self.folder, self.groups, self.first = folder, groups, first
+    def __init__(self, folder: Path, groups: ProcessGroups, first: int, clock: StepClock) -> None:
+        self.folder, self.groups, self.first, self.clock = folder, groups, first, clock
         self.is_on_gpu = groups.device.type == "cuda"
         self.num_steps = 0  # that are captured
         self.is_capturing = False
         self.trace: profile | None = None
         self.step_range = ExitStack()
-        self.range_before = CLOCK.open_range
+        self.range_before = self.clock.open_range
 
     @contextmanager
     def _named(self, name: str) -> Iterator[None]:
@@ -71,7 +71,7 @@ class Profiler(Watcher):
         self.step_range.close()
         if self.num_steps == NUM_STEPS:
             self._stop()
-            CLOCK.restart()  # writing a profile is no training time
+            self.clock.restart()  # writing a profile is no training time
 
     def close(self, error: BaseException | None) -> None:
         """Write the profile of a run that was stopped within the capture, unless it failed."""
@@ -84,7 +84,7 @@ class Profiler(Watcher):
 
     def _start(self) -> None:
         self.is_capturing = True
-        CLOCK.open_range = self._named
+        self.clock.open_range = self._named
         # Run backward on this thread: a kernel belongs to the ranges of the thread that launches it.
         torch.autograd.grad_mode.set_multithreading_enabled(False)
         nsys = next((name for name in _NSYS if name in os.environ), None)
@@ -113,7 +113,7 @@ class Profiler(Watcher):
         self.is_capturing, self.is_done = False, True
         self.step_range.close()
         torch.autograd.grad_mode.set_multithreading_enabled(True)
-        CLOCK.open_range = self.range_before
+        self.clock.open_range = self.range_before
         trace, self.trace = self.trace, None
         if trace is not None:
             trace.stop()

@@ -17,7 +17,7 @@ from cogfast.data.sources.manifest import read_manifest
 from cogfast.data.video.clip import frames_within
 from cogfast.data.video.transform import resize_and_center_crop
 from cogfast.extensions.stores import store
-from cogfast.extensions.tar.tar_shards import list_shards, shards_of
+from cogfast.extensions.tar.tar_shards import list_source
 from cogfast.train.preflight.data_layout import _layouts_of
 from tests.cli.hostile.web_server import web_server
 from tests.support.refusals import Refusal, assert_refused, refusals
@@ -80,8 +80,7 @@ def test_a_signed_address_of_a_web_server_ends_with_the_name_before_its_query(
         assert "correct the address, or renew a signed one, or remove the row" in caplog.text
         assert _layouts_of(signed) == ["VideoManifest"]
         signed = f"{web.address}/s.tar?sig=x/y"
-        assert shards_of(signed) == [signed]
-        assert [*list_shards([signed], "txt", False).files] == [f"{signed}::1.mp4"]
+        assert [*list_source(signed, "txt", False).files] == [f"{signed}::1.mp4"]
         kept = "".join(file.read_text() for file in cache.glob("cogfast/shard-*"))
         assert "s.tar~" in kept and "sig=" not in kept
         assert "HEAD /s.meta.jsonl" in web.requests  # its server says nothing of what is not there

@@ -13,7 +13,7 @@ from cogfast.data.datasets import VideoFolder
 from cogfast.data.sources.headers import probe
 from cogfast.data.video.clip import ClipSettings, read_clip
 from cogfast.data.video.reader import open_video
-from cogfast.data.video.writer import write_video
+from cogfast.extensions.sample.writer import write_video
 from tests.support.video_files import constant_rate, decode_all, write_clip
 
 READERS = pytest.mark.parametrize("reader", ["pyav", "decord"])

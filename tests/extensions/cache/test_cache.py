@@ -26,7 +26,6 @@ from cogfast.model.autoencoder import Moments, VideoAutoencoder
 from cogfast.model.weights.checkpoint_manifest import read_manifest
 from cogfast.train.assembly import Datasets
 from cogfast.train.encode import Encoder
-from cogfast.train.frozen_encoders import NO_OVERRIDES
 from cogfast.train.trainer import Trainer
 from tests.support.refusals import assert_refused
 from tests.support.runs import Run, datasets_of
@@ -76,10 +75,10 @@ def test_existing_caches_stay_valid(run: Run) -> None:
     """Another entry of a spec would make all entries of users useless."""
     config = run.config()
     made = config.run
-    described = made.sections, (), made.args, made.model
+    described = made.sections, (), made.args, made.model, made.frozen.overrides
     settings = ClipSettings(video_size=(32, 48), fps=8.0, max_num_frames=9)
     for given in (settings, replace(settings, trust_index=True, keep_decoded_mib=9)):
-        spec = cached_data.cache_specs(*described, given, NO_OVERRIDES)["video"]
+        spec = cached_data.cache_specs(*described, given)["video"]
         del spec["VAE"]
         assert spec == {
             "precision": "fp32",
@@ -159,8 +158,10 @@ def cached_of(config: Config) -> Datasets:
     args = config.run.args
     videos = datasets_of(config, args)
     made = config.run
-    about = made.sections, made.allow_import, args, made.model
-    return read_from_cache(videos, *about, start_processes(), NO_OVERRIDES)
+    if args.latent_cache is None:
+        return videos
+    about = made.sections, made.allow_import, args, made.model, made.frozen.overrides
+    return read_from_cache(videos, *about, start_processes())
 
 
 def contents(folder: Path) -> dict[str, bytes]:
@@ -331,7 +332,7 @@ def test_noised_images_of_the_cache_are_the_encoders(run: Run, tmp_path: Path) -
 
     evaluator = trainer.evaluator
     evaluator.args = trainer.args.changed(eval_num_samples=2)
-    shown = [prompt.image for prompt in evaluator._prompts(trainer.size.latents, "")]
+    shown = [prompt.image for prompt in evaluator._prompts(trainer.parts.size.latents, "")]
     unit = [video["video"][0] / 127.5 - 1 for video in (videos.valid[0], videos.valid[1])]
     torch.testing.assert_close(shown, unit, rtol=0, atol=1e-6)
 

@@ -17,11 +17,11 @@ import torch
 from cogfast.data.bad_samples import BadSample
 from cogfast.data.batches import BatchLoader
 from cogfast.data.datasets import VideoFolder, VideoShards
+from cogfast.data.video import clip as clip_reader
 from cogfast.data.video.clip import ClipSettings, read_clip
 from cogfast.data.video.reader import open_video
 from cogfast.data.video.transform import resize_and_center_crop, select_frames_timestamp
 from cogfast.extensions.cache.command import cache_latents
-from cogfast.extensions.dali import dali as dali_reader
 from cogfast.extensions.dali.dali import DaliReader, DaliRefusal
 from tests.extensions.cache.test_cache import Recorder, contents
 from tests.extensions.tar.test_tar_shards import _tar
@@ -79,8 +79,8 @@ def _assert_near(
 @pytest.fixture
 def dali() -> DaliReader:
     """The process's DALI reader, newly created."""
-    dali_reader._reader.cache_clear()
-    return dali_reader.dali_of_this_process("dali")
+    clip_reader._reader_of_process.cache_clear()
+    return clip_reader.device_reader("dali")
 
 
 @WITH_DALI
@@ -329,9 +329,9 @@ def test_a_cache_is_made_by_dali(tmp_path):
 
 def test_auto_says_why_pyav_reads(log, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)  # with a GPU, auto may take DALI
-    dali_reader._reader.cache_clear()
+    clip_reader._reader_of_process.cache_clear()
     for _ in range(2):
-        assert dali_reader.dali_of_this_process("auto") is None
+        assert clip_reader.device_reader("auto") is None
     assert log.text.count("videos are decoded by PyAV, not by DALI: there is no GPU") == 1
 
 

@@ -15,11 +15,13 @@ from cogfast.__main__ import _line
 from cogfast.core.keys import with_origins
 from cogfast.core.run_lock import RunLock
 from cogfast.door.merged_config import Config
-from cogfast.extensions.elastic.elastic import Plan, divide, follow_world, plan_world
+from cogfast.extensions.elastic import elastic
+from cogfast.extensions.elastic.elastic import Plan, follow_world, plan_world
 from cogfast.model.weights.checkpoint_manifest import read_manifest, write_manifest
-from cogfast.train import phases
 from cogfast.train.checkpoint.write import CheckpointWriter
-from cogfast.train.phases import Parts
+from cogfast.train.keys import TrainKeys
+from cogfast.train.preflight.mesh import divide
+from cogfast.train.run.terminal import Hints
 from tests.support.refusals import assert_refused
 from tests.support.runs import Run
 from tests.train.checkpoint.test_damaged import flip_bit
@@ -108,7 +110,7 @@ def test_a_resumed_run_keeps_its_batch_and_its_folder_is_its_own(
         shutil.copytree(folder, tmp_path / "stored", dirs_exist_ok=True)
 
     trainer = run.trainer("args.resume=auto", "args.train_iters=2")
-    trainer.writer.check_owner()
+    trainer.writer.folder.check_owner()
     (folder / "run.lock").write_text("process 1 on another-machine\n")
     line = "process 1 on another-machine has taken the folder"
     assert_refused(trainer.train, line, RuntimeError)
@@ -146,16 +148,15 @@ def test_lines_after_a_lost_rank_name_the_last_checkpoint_and_no_source_of_gloo(
         raise error
 
     path = tmp_path / "checkpoints" / "00000002"
-    writer: Any = SimpleNamespace(wait=wait, saved=path, unsent=None)
+    writer: Any = SimpleNamespace(wait=wait, saved=path, folder=SimpleNamespace(unsent=None))
     CheckpointWriter.__exit__(writer, RuntimeError)
     assert f"another rank was lost; the last complete one: {path}" in caplog.text
     assert "gloo" not in caplog.text
     assert _line(error).endswith("(Connection closed by peer [127.0.0.1]:47822)")
-    parts: Any = SimpleNamespace(writer=writer, folder=tmp_path)
-    parts.args = SimpleNamespace(elastic="shrink")
-    parts.how_to_upload = lambda: Parts.how_to_upload(parts)
+    hints = Hints(TrainKeys(elastic="shrink"), {}, tmp_path, world_size=1)
+    hints.writer = writer
     last = f"the last checkpoint is {path}; torchrun, or the same command, resumes from it"
-    assert Parts.how_to_resume(parts) == last
+    assert hints.how_to_resume() == last
 
 
 DAMAGES = {
@@ -173,7 +174,7 @@ def test_a_restart_continues_from_the_last_good_checkpoint(
     """For a person the error names it; a run that has lost a machine restarts without one."""
     folder = run.train("args.save_interval=2", steps=4).path / "checkpoints"
     DAMAGES[what](folder)
-    monkeypatch.setattr(phases, "follow_world", lambda *_: ({}, None))
+    monkeypatch.setattr(elastic, "follow_world", lambda *_: ({}, "args.elastic", None))
     shrinks = "args.elastic=shrink", "args.resume=auto", "args.train_iters=5"
     line = f"the last good one is that of step {{}}: give {folder}"
     if what == "tensors":  # which are read when the run is built

@@ -3,6 +3,7 @@
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor
 
 from cogfast.__main__ import main
 from cogfast.distributed.parallelize import allocate
-from cogfast.extensions.memory.host_blocks import HostBlocks, allocate_base, hold_base, stored_base
+from cogfast.extensions.memory.host_blocks import HostBlocks, allocate_base, hold_base
 from cogfast.extensions.memory.keys import MemoryKeys
 from cogfast.extensions.memory.quantized_base import base_linears
 from cogfast.extensions.memory.quantized_linear import DTYPES, Quantization, quantize_rows
@@ -36,7 +37,7 @@ def build(dtype: torch.dtype, quantization: str, num_offloaded: int) -> Diffusio
     transformer.to(dtype)
     hold_base(transformer, MemoryKeys(quantize_base=quantization, offload_blocks=num_offloaded))
     allocate(transformer, CPU)
-    held = allocate_base(transformer, CPU)
+    held = transformer.runtime.held = allocate_base(transformer, CPU)
     source = dict(tiny("5b", **CHANGES).named_parameters())
     targets = {**dict(transformer.named_parameters()), **held}
     assert targets.keys() == source.keys()
@@ -93,8 +94,9 @@ def test_the_device_holds_two_blocks_and_fetches_one_ahead(monkeypatch) -> None:
     memory = {linear.weight.untyped_storage().data_ptr() for _, linear in base_linears(transformer)}
     assert len(memory) == 2
     of_block = 4 * (12 * 128**2 + 12 * 128 * 64)
-    assert transformer.block_source.slot_bytes == 2 * of_block
-    assert all(slot.memory.nbytes == of_block for slot in transformer.block_source._slots)
+    source: Any = transformer.runtime.source
+    assert source.slot_bytes == 2 * of_block
+    assert all(slot.memory.nbytes == of_block for slot in source._slots)
     results(transformer)
     assert fetched == [0, 1, 2, 0]
     for _ in range(2):
@@ -107,15 +109,14 @@ def test_the_device_holds_two_blocks_and_fetches_one_ahead(monkeypatch) -> None:
 def test_the_base_is_quantized_as_it_loads_and_is_no_parameter(kind: Quantization) -> None:
     """The modulation is int8 in both."""
     transformer, source = build(torch.bfloat16, kind, 1), tiny("5b", **CHANGES)
-    stored = stored_base(transformer)
-    assert len(stored) == 5 * NUM_LAYERS
-    for path, tensors in stored.items():
-        dtype = torch.int8 if "modulation" in path else DTYPES[kind]
-        q, scale = quantize_rows(source.get_parameter(f"{path}.weight"), dtype)
-        assert tensors["weight"].dtype == dtype and torch.equal(tensors["scale"], scale)
-        assert torch.equal(tensors["weight"].view(torch.uint8), q.view(torch.uint8))
-    names = {name for name, _ in transformer.named_parameters()}
-    assert not names & {f"{path}.weight" for path in stored}
+    held: Any = transformer.runtime.held
+    assert len(held) == 5 * NUM_LAYERS
+    for name, stored in held.items():
+        dtype = torch.int8 if "modulation" in name else DTYPES[kind]
+        q, scale = quantize_rows(source.get_parameter(name), dtype)
+        assert stored.q.dtype == dtype and torch.equal(stored.scale, scale)
+        assert torch.equal(stored.q.view(torch.uint8), q.view(torch.uint8))
+    assert not held.keys() & {name for name, _ in transformer.named_parameters()}
     state = {name for name in transformer.state_dict() if name.startswith("blocks.0.fc1.")}
     assert state == {"blocks.0.fc1.bias"}
 

@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from cogfast.core.device_memory import HostWeights
 from cogfast.core.shapes import PatchSize
 from cogfast.core.slot_random import SlotRandom
-from cogfast.extensions.memory.host_memory import HostWeights
 from cogfast.extensions.plan.memory import GIB
 from cogfast.model.keys import ModelKeys
 from cogfast.train.encode import Encoder

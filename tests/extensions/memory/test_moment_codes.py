@@ -5,11 +5,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from cogfast.extensions.memory.moment_codes import CodedMoment, num_blocks, random_halves
-from cogfast.kernels.fused_ema_adam import FusedEmaAdam
+from cogfast.extensions.memory.moment_codes import CodedMoment, coded_moment
+from cogfast.kernels.fused_ema_adam import FusedEmaAdam, num_blocks
 from tests.kernels.test_fused_ema_adam import HYPER, build, random_case, run  # noqa: F401
 
 KEYS = ("exp_avg", "exp_avg_sq")
+random_halves = CodedMoment.random_halves
 LEVELS = {"exp_avg": 127, "exp_avg_sq": 255}
 
 
@@ -99,7 +100,7 @@ def eight_bit(optimizer: FusedEmaAdam) -> FusedEmaAdam:
 
 
 def decoded(optimizer: FusedEmaAdam, p: Tensor, key: str) -> Tensor:
-    return CodedMoment.of(optimizer.state[p], key).decode().view(p.shape)
+    return coded_moment(optimizer.state[p], key).decode().view(p.shape)
 
 
 # One element, a block, one less and one more, a Triton block and one more, several pieces in C++.

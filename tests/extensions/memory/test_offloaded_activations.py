@@ -12,7 +12,11 @@ import torch
 from torch import Tensor
 
 from cogfast.extensions.memory import offloaded_activations
-from cogfast.extensions.memory.offloaded_activations import NUM_RESIDENT, OffloadedActivations
+from cogfast.extensions.memory.offloaded_activations import (
+    NUM_RESIDENT,
+    OffloadedActivations,
+    apply_offloaded,
+)
 from cogfast.extensions.plan.memory import choose_policies, setup_of, training_phase
 from cogfast.model.lora import is_lora_parameter
 from cogfast.model.transformer import DiffusionTransformer
@@ -38,7 +42,7 @@ def make(name: str, dtype: torch.dtype = torch.float32, rank: int = 0) -> Diffus
 
 def offload(transformer: DiffusionTransformer, policy: Policy) -> OffloadedActivations:
     offloaded = OffloadedActivations(LAYERS, CPU)
-    apply_policies(transformer, [policy] * LAYERS, offload=offloaded)
+    apply_offloaded(transformer, [policy] * LAYERS, offloaded)
     return offloaded
 
 
@@ -146,7 +150,7 @@ def test_compiled_blocks() -> None:
     expected = gradients("5b", transformer)
     assert len(expected) >= 16
     offloaded = OffloadedActivations(LAYERS, CPU)
-    apply_policies(transformer, EVERYWHERE, is_compiled=True, offload=offloaded)
+    apply_offloaded(transformer, EVERYWHERE, offloaded, is_compiled=True)
     assert_same(gradients("5b", transformer), expected)
 
 
@@ -165,7 +169,7 @@ def test_runs_have_the_same_losses(run: Run, tmp_path: Path) -> None:
     ways = ([policy("full")], [policy("full"), OFFLOADED], [policy("auto"), OFFLOADED])
     full, offloaded, auto = (run.into(tmp_path / str(i)).train(*w) for i, w in enumerate(ways))
     assert len(full.losses) == 3 and offloaded.losses == auto.losses == full.losses
-    assert auto.last.parts.memory.policies == ("attention_kept",) * LAYERS
+    assert auto.last.parts.policies == ("attention_kept",) * LAYERS
 
 
 def test_the_plan_has_two_blocks_on_the_device_and_the_others_on_the_host(run: Run) -> None:

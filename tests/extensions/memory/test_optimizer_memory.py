@@ -12,12 +12,11 @@ from torch import Tensor
 from cogfast.distributed.parallelize import find_shards, parallelize
 from cogfast.distributed.tensor_parallel import ParallelGroup
 from cogfast.extensions.memory.host_ema import DEVICE_BYTES, HostEma
-from cogfast.extensions.memory.moment_codes import read_moment
 from cogfast.extensions.plan.memory import rules_of
 from cogfast.extensions.plan.zero import lasting_state, step_bytes
-from cogfast.kernels.fused_ema_adam import FusedEmaAdam, average_
+from cogfast.kernels.fused_ema_adam import FusedEmaAdam, average_, read_moment
 from cogfast.kernels.gpu.fused_ema_adam import launch_average
-from cogfast.model.transformer import assemble_transformer
+from cogfast.model.transformer import BlockRuntime, assemble_transformer
 from cogfast.train.optimizer import build_optimizer, parameter_groups
 from tests.kernels.test_fused_ema_adam import HYPER, build, random_case, run  # noqa: F401
 from tests.support.kernels.cpu_kernels import NEEDS_CPU_KERNELS
@@ -177,7 +176,7 @@ def test_muon_keeps_one_moment_of_the_linears_of_blocks(tiny: Run) -> None:
     assert all(found.values()) and not names
     config = tiny.config("deepspeed.optimizer.type=Muon")
     rules = rules_of(config.run.deepspeed, config.run.args, 1)
-    assert lasting_state(model, rules).moments == 4 * (found[1] + 2 * found[2])
+    assert lasting_state(model, rules)["moments"] == 4 * (found[1] + 2 * found[2])
     plain = step_bytes(model, replace(rules, is_muon=False))
     largest = model.blocks[0].fc1.weight.numel()
     assert plain + 2 * 2 * largest < step_bytes(model, rules) < plain + 20 * largest
@@ -187,19 +186,20 @@ def test_the_plan_counts_the_bytes(tiny: Run) -> None:
     def state_of(numel: int, *words: str, ranks: int = 2):
         config = tiny.config(*words)
         model: Any = torch.nn.Linear(numel, 1, bias=False, device="meta")
-        model.block_source = None
+        model.runtime = BlockRuntime()
         return lasting_state(model, rules_of(config.run.deepspeed, config.run.args, ranks))
 
     plain, small = state_of(10**9), state_of(10**9, HOST, EIGHT)
-    assert (plain.moments, plain.ema) == (4 * 10**9, 2 * 10**9)
-    assert small.ema == DEVICE_BYTES == 2**26
+    assert (plain["moments"], plain["EMA"]) == (4 * 10**9, 2 * 10**9)
+    assert small["EMA"] == DEVICE_BYTES == 2**26
     blocks = -(-(10**9 // 2) // 256)
-    assert small.moments == 2 * (10**9 // 2 + 2 * blocks)
+    assert small["moments"] == 2 * (10**9 // 2 + 2 * blocks)
     estimating = state_of(10**9, "deepspeed.optimizer.type=Prodigy", HOST)
-    assert (estimating.moments, estimating.ema) == (4 * 4 * 10**9 // 2, DEVICE_BYTES)
+    assert (estimating["moments"], estimating["EMA"]) == (4 * 4 * 10**9 // 2, DEVICE_BYTES)
     p = torch.nn.Parameter(torch.zeros(1000))
-    optimizer = build_optimizer({}, [{"params": [p]}], moments="8bit", ema_device="cpu")
+    args = tiny.config(HOST, EIGHT).run.args
+    optimizer = build_optimizer({}, [{"params": [p]}], args=args)
     p.grad = torch.zeros(1000)
     optimizer.step()
     kept = sum(x.nbytes for key, x in optimizer.state[p].items() if key.startswith("exp_avg"))
-    assert state_of(1000, EIGHT, ranks=1).moments == kept
+    assert state_of(1000, EIGHT, ranks=1)["moments"] == kept

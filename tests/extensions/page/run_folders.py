@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from cogfast.data.video.writer import write_video
+from cogfast.extensions.sample.writer import write_video
 from tests.support.runs import Run
 
 PROMPTS = ("a red circle moves right", "a blue square & a <b>star</b>")

@@ -9,6 +9,8 @@ import shlex
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 from urllib.parse import unquote
 
 import numpy as np
@@ -17,10 +19,12 @@ from omegaconf import OmegaConf
 from torch import Tensor
 
 from cogfast.data.video.reader import open_video
-from cogfast.extensions.page.metrics_table import Column, encode, read_metrics, thinned, to_columns
-from cogfast.extensions.page.page import RunPage, page_of, write_page
+from cogfast.extensions.page.metrics_table import Column, encode, thinned, to_columns
+from cogfast.extensions.page.page import page_of, write_page
 from cogfast.extensions.page.record import read_run
+from cogfast.extensions.page.watch import RunPage
 from cogfast.model.weights.checkpoint_manifest import FORMAT, write_manifest
+from cogfast.train.run.metrics_file import read_metrics
 from cogfast.train.trainer import Trainer
 from tests.extensions.page.run_folders import PROMPTS, Page, lines, write_evaluation, write_run
 from tests.support.refusals import assert_refused
@@ -507,13 +511,15 @@ def test_a_page_that_cannot_be_written_ends_no_run(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / "index.html").mkdir()
-    page = RunPage(tmp_path)
-    page.write([{"step": 1, "loss": 1.0}], is_active=True)
-    page.write([{"step": 1, "loss": 1.0}], is_active=True)
+    parts: Any = SimpleNamespace(folder=SimpleNamespace(path=tmp_path))
+    trackers: Any = SimpleNamespace(is_main=True, history=[{"step": 1, "loss": 1.0}])
+    page = RunPage(parts, trackers)
+    page.write()
+    page.write()
     assert len(caplog.messages) == 1
     assert "the page of the run is not written" in caplog.messages[0]
     (tmp_path / "index.html").rmdir()
-    page.write([{"step": 1, "loss": 1.0}], is_active=True)
+    page.write()
     assert Page((tmp_path / "index.html").read_text()).plots() == {"Loss": ["training"]}
 
 

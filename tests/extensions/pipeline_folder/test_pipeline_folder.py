@@ -14,10 +14,10 @@ from huggingface_hub import constants
 from omegaconf import OmegaConf
 
 from cogfast.config import Config
+from cogfast.core.addresses import is_hub_id
 from cogfast.extensions.pipeline_folder.pipeline_folder import (
     fill_from_pipeline,
     hub_folder,
-    is_hub_id,
 )
 from cogfast.model.transformer import build_transformer
 from cogfast.model.weights.diffusers import write_diffusers

@@ -15,7 +15,7 @@ from cogfast.core.live_bytes import LiveBytes
 from cogfast.extensions.plan import ladder, out_of_memory
 from cogfast.extensions.plan.encoders import Encoders
 from cogfast.extensions.plan.gpus import parse_gpu
-from cogfast.extensions.plan.ladder import Fitted, apply_checkpointing, climb
+from cogfast.extensions.plan.ladder import Fitted, climb, policies_that_fit
 from cogfast.extensions.plan.memory import (
     GIB,
     MARGIN,
@@ -28,7 +28,7 @@ from cogfast.extensions.plan.memory import (
 from cogfast.extensions.plan.trace import Traces, scratch
 from cogfast.extensions.plan.zero import ZeroRules, num_trained
 from cogfast.model.transformer import assemble_transformer
-from cogfast.train.activation_checkpointing import LADDER, Policy, apply_policies
+from cogfast.train.activation_checkpointing import LADDER, Policy, apply_checkpointing
 from cogfast.train.keys import TrainKeys
 from cogfast.train.run import opened as opened_run
 from cogfast.train.video_size import LatentSize
@@ -251,7 +251,7 @@ def test_auto_keeps_the_most_that_fits(kind: str, monkeypatch: pytest.MonkeyPatc
     """Every possible choice is run, and the memory of its step counted."""
     setup, peaks = setup_of_steps(kind), []
     for policies in CANDIDATES:
-        apply_policies(setup.transformer, policies)
+        apply_checkpointing(setup.transformer, AUTO, OtherRanks.device, policies)
         peaks.append(peak_of_step(setup))
     assert peaks == sorted(peaks) and peaks[-1] > 2 * peaks[0]
     steps = [i for i, (one, more) in enumerate(pairwise(peaks)) if more > 1.005 * one]
@@ -265,11 +265,12 @@ def test_auto_keeps_the_most_that_fits(kind: str, monkeypatch: pytest.MonkeyPatc
         total = int((held + free) / (1 - MARGIN))
         memory = (total - held, total)
         monkeypatch.setattr(ladder, "free_memory", lambda device, memory=memory: memory)
-        found = apply_checkpointing(setup.transformer, AUTO, groups, setup)
+        found = policies_that_fit(setup, groups)
         assert found == CANDIDATES[i], (i, steps)
+        assert apply_checkpointing(setup.transformer, AUTO, groups.device, found) == found
         assert peak_of_step(setup) == peaks[i]
     everywhere: Any = OtherRanks(("full",) * NUM_LAYERS)
-    assert apply_checkpointing(setup.transformer, AUTO, everywhere, setup) == CANDIDATES[0]
+    assert policies_that_fit(setup, everywhere) == CANDIDATES[0]
 
 
 def test_auto_leaves_memory_for_gaps_between_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -281,12 +282,11 @@ def test_auto_leaves_memory_for_gaps_between_gradients(monkeypatch: pytest.Monke
     for less, expected in ((0, CANDIDATES[-2]), (2**20, CANDIDATES[-3])):
         total = int((usable - less) / (1 - MARGIN)) + 2
         monkeypatch.setattr(ladder, "free_memory", lambda device, total=total: (total, total))
-        assert apply_checkpointing(setup.transformer, AUTO, groups, setup) == expected
+        assert policies_that_fit(setup, groups) == expected
 
 
 def test_without_a_plan_auto_is_full(caplog: pytest.LogCaptureFixture) -> None:
-    groups: Any = OtherRanks()
-    assert apply_checkpointing(tiny("5b"), AUTO, groups, None) == ("full",) * 2
+    assert apply_checkpointing(tiny("5b"), AUTO, torch.device("cpu")) == ("full",) * 2
     assert "full in all 2 layers, because the memory of the run cannot be predicted" in caplog.text
 
 
@@ -306,7 +306,7 @@ def test_a_run_has_the_same_losses_under_each_policy(
             with_memory(memory)
         done = one.train(steps=3)
         expected = chosen if choice == "auto" else (choice,) * 2
-        assert done.last.parts.memory.policies == expected
+        assert done.last.parts.policies == expected
         found[choice] = done.losses
     assert len(found["none"]) == 3
     assert all(numbers == found["none"] for numbers in found.values())

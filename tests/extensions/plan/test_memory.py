@@ -8,8 +8,8 @@ import pytest
 from omegaconf import OmegaConf
 
 from cogfast.config import Config
+from cogfast.extensions.plan.command import describe_plan
 from cogfast.extensions.plan.memory import GIB, plan_memory, setup_of
-from cogfast.extensions.plan.text import describe_plan
 from cogfast.extensions.plan.zero import num_trained
 from cogfast.train.keys import TrainKeys
 from tests.support.refusals import Refusal, assert_command_refused, refusals

@@ -5,8 +5,8 @@ import torch
 
 from cogfast.__main__ import _is_raised_by_cogfast
 from cogfast.extensions.plan import out_of_memory
-from cogfast.extensions.plan.out_of_memory import is_out_of_memory
 from cogfast.model.block import Block
+from cogfast.train.watchers.out_of_memory import OutOfMemory, is_out_of_memory
 from tests.support.runs import Run
 
 
@@ -70,7 +70,8 @@ def test_a_plan_that_fails_ends_no_run(
         raise KeyError("a model of one's own")
 
     monkeypatch.setattr(out_of_memory, "plan_memory", fail)
-    trainer = run.train(steps=1).last
-    assert trainer.parts.memory.plan() is None and trainer.parts.memory.plan() is None
+    parts = run.train(steps=1).last.parts
+    assert out_of_memory.plan_of(parts) is out_of_memory.plan_of(parts) is None
     assert caplog.text.count("the run's memory cannot be predicted (KeyError") == 1
-    assert "it happened in step" in trainer.parts.memory.explain()
+    with pytest.raises(RuntimeError, match=r"step \d+, phase .* layers; the last"):
+        OutOfMemory(parts).close(MemoryError())

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
+from cogfast.extensions.plan.command import describe_plan
 from cogfast.extensions.plan.encoders import Encoders
 from cogfast.extensions.plan.gpus import GPUS, Gpu, Shares
 from cogfast.extensions.plan.memory import MemoryPlan, Setup, plan_memory, setup_of
@@ -18,8 +19,7 @@ from cogfast.extensions.plan.seconds import (
     muon_flops,
     predict_step,
 )
-from cogfast.extensions.plan.text import describe_plan
-from cogfast.extensions.plan.trace import Traces, Work, train_flops
+from cogfast.extensions.plan.trace import Traces, Work
 from cogfast.extensions.plan.zero import ZeroRules, num_trained
 from cogfast.extensions.prodigy_muon.optimizers import Muon
 from cogfast.kernels.attention_backends import BACKENDS
@@ -30,6 +30,7 @@ from cogfast.train.activation_checkpointing import LADDER, Policy, apply_policie
 from cogfast.train.keys import TrainKeys
 from cogfast.train.optimizer import muon_matrices, parameter_groups
 from cogfast.train.video_size import LatentSize
+from cogfast.train.watchers.model_flops import train_flops
 from tests.extensions.plan.test_memory import CACHED, config_of
 from tests.support.tiny_transformers import inputs, tiny
 
@@ -119,7 +120,7 @@ def test_model_flops_of_a_layer_are_those_that_run(name: str) -> None:
 def test_a_step_is_the_sum_of_its_parts() -> None:
     """A GPU whose rates are one: seconds are FLOPs and bytes."""
     slow = Shares(matmul=1, attention={"flash": (1, 0.5)}, memory=1, link=1)
-    gpu = Gpu("test", "", 1e-12, 1e-12, 1e-9, ("test",), host_gb_per_s=1e-9, shares=slow)
+    gpu = Gpu("test", 1e-12, 1e-12, 1e-9, ("test",), host_gb_per_s=1e-9, shares=slow)
     plan = plan_of("all weights", "full", accumulation=3)
     forward, others = micro_batch_work(plan)
     work, step = forward + others, predict_step(plan, gpu, "flash")
@@ -218,9 +219,9 @@ def test_muons_products_are_counted() -> None:
     assert sent[0] - sent[1] == 2 * 2 * matrices
 
 
-def test_every_gpu_has_sources_and_shares_below_one() -> None:
+def test_every_gpu_has_memory_and_shares_below_one() -> None:
     for gpu in GPUS:
-        assert gpu.sheet and gpu.shares.source and gpu.memory_gib > 0, gpu.name
+        assert gpu.memory_gib > 0, gpu.name
         attention = [share for pair in gpu.shares.attention.values() for share in pair]
         shares = (gpu.shares.matmul, gpu.shares.memory, gpu.shares.link, *attention)
         assert all(0 < share <= 1 for share in shares), gpu.name
@@ -289,7 +290,6 @@ def test_a_data_sheet_gives_a_prediction() -> None:
     for gpu in GPUS:
         step = predict_step(plan, gpu)
         assert step is not None and 0 < step.mfu < gpu.shares.matmul
-        assert step.source == f"a prediction from the data sheet of {gpu.name}"
     offload = "deepspeed.zero_optimization.offload_optimizer.device=cpu"
     config, args = config_of("_5b", *CACHED, offload)
     assert predict_step(plan_memory(setup_of(config.run, 1), None), H100) is None

@@ -4,14 +4,14 @@ import re
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from cogfast.cli.options import parse_plan
 from cogfast.config import Config
+from cogfast.extensions.plan.command import _KEYS, describe_plan, describe_table, find_layouts
 from cogfast.extensions.plan.seconds import predict_step
-from cogfast.extensions.plan.table import _LAYOUT, Layout, describe_table, find_layouts
-from cogfast.extensions.plan.text import describe_plan
 from cogfast.extensions.plan.zero import num_trained
 from tests.extensions.plan.test_memory import CACHED, config_of
 from tests.extensions.plan.test_seconds import H100, plan_of
@@ -31,10 +31,10 @@ def described(config: Config, gpu: str, worlds: tuple[int, ...]) -> str:
 
 
 @cache
-def found() -> dict[int, list[Layout]]:
+def found() -> dict[int, Any]:
     layouts = find_layouts(config().run, "h100-80", (8, 16, 128))
     assert not any(isinstance(each, str) for each in layouts.values())
-    return layouts  # pyright: ignore[reportReturnType]
+    return layouts
 
 
 @pytest.mark.parametrize("world", [8, 16, 1024])
@@ -83,7 +83,7 @@ def test_layouts_have_one_global_batch_and_are_those_of_the_plan() -> None:
             assert sum(waits.parts) == pytest.approx(waits.step.seconds)
     layout = found()[16][-1]
     args = layout.plan.setup.args
-    words = [f"{args.key(name)}={getattr(args, name)}" for name in _LAYOUT]
+    words = [f"{args.key(name)}={getattr(args, name)}" for name in _KEYS]
     text = describe_plan(config(*words).run, "h100-80", 16)
     dp, cp, tp = layout.mesh
     assert f"on: 16 GPUs (dp {dp} x cp {cp} x tp {tp})" in text

@@ -9,8 +9,9 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
+from cogfast.distributed.fused_step import Piece
 from cogfast.extensions.memory.host_ema import HostEma
-from cogfast.extensions.prodigy_muon.optimizers import Muon, Piece, Prodigy
+from cogfast.extensions.prodigy_muon.optimizers import Muon, Prodigy
 from tests.support.layouts import assert_equal_training, launch, numbers
 from tests.support.runs import Run
 

@@ -9,7 +9,7 @@ import torch
 
 from cogfast.__main__ import main
 from cogfast.core.slot_random import random_unit
-from cogfast.data.video.writer import contact_sheet, write_video
+from cogfast.extensions.sample.writer import contact_sheet, write_video
 from scripts.quickstart_clips import (
     COLOURS,
     DIRECTIONS,

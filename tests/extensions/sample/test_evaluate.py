@@ -15,7 +15,6 @@ from cogfast.core.slot_random import SlotRandom
 from cogfast.data.global_order import GlobalOrder
 from cogfast.data.video.reader import open_video
 from cogfast.diffusion.denoiser import Conditioning
-from cogfast.distributed.step_clock import CLOCK
 from cogfast.extensions.sample.evaluate import Evaluator
 from cogfast.extensions.sample.generate import VideoMaker
 from cogfast.train.trainer import Trainer
@@ -70,18 +69,18 @@ def test_held_out_loss_is_the_formula_at_band_middles(run: Run, family: str) -> 
     run = run.of(family).with_args(eval_with_ema=False, eval_num_samples=0)
     trainer = run.trainer("data.params.max_num_frames=9")
     transformer = trainer.engine.transformer
-    found = trainer.evaluator(0, trainer.size.latents)
+    found = trainer.evaluator(0, trainer.parts.size.latents)
     wanted = hand_computed(trainer, 4)
     bands = [found[f"valid_loss_band_{i}"] for i in range(4)]
     torch.testing.assert_close(bands, wanted, rtol=1e-5, atol=0)
     assert found["valid_loss"] == pytest.approx(sum(wanted) / 4, rel=1e-5)
-    assert trainer.evaluator(7, trainer.size.latents) == found
+    assert trainer.evaluator(7, trainer.parts.size.latents) == found
     assert transformer.training
     if family == "5b":  # args.elastic: the samples of any division of the global batch
         args = trainer.args.changed(elastic="shrink", batch_size=2, gradient_accumulation_steps=2)
         of_run = (trainer.engine, trainer.diffusion, trainer.encoder, trainer.datasets.valid)
         divided = Evaluator(*of_run, args, trainer.groups, trainer.folder)
-        again = divided(0, trainer.size.latents)
+        again = divided(0, trainer.parts.size.latents)
         assert again == pytest.approx(found, rel=1e-5)
 
 
@@ -89,7 +88,7 @@ def test_strict_evaluation_takes_every_sample_once(run: Run) -> None:
     """Six clips in batches of four: the second batch begins the next round, which must not count."""
     run = run.with_args(eval_with_ema=False, eval_num_samples=0, eval_iters=1)
     trainer = run.trainer("args.strict_eval=true")
-    found = trainer.evaluator(0, trainer.size.latents)
+    found = trainer.evaluator(0, trainer.parts.size.latents)
     bands = [found[f"valid_loss_band_{i}"] for i in range(4)]
     torch.testing.assert_close(bands, hand_computed(trainer, 6), rtol=1e-5, atol=0)
 
@@ -159,7 +158,7 @@ def test_image_to_video_samples_the_given_images(run: Run, tmp_path: Path) -> No
     run = run.with_args(**{key: str(tmp_path / name) for key, name in lists.items()})
     run = run.with_args(only_log_video_latents=True)
     trainer = run.trainer("data.params.resize=stretch")
-    trainer.evaluator(2, trainer.size.latents)
+    trainer.evaluator(2, trainer.parts.size.latents)
     names = json.loads((samples(run) / "prompts.json").read_text())
     assert list(names.values()) == ["a bar moves", "another one"]
     written = torch.stack([load_file(samples(run) / name)["latents"] for name in names])
@@ -180,7 +179,7 @@ def test_image_to_video_samples_the_given_images(run: Run, tmp_path: Path) -> No
             lambda x: rng.normal("sampler step 1", x.shape),
         )
     torch.testing.assert_close(written, wanted, rtol=0, atol=1e-5)
-    trainer.evaluator(4, trainer.size.latents)
+    trainer.evaluator(4, trainer.parts.size.latents)
     again = [load_file(samples(run, 4) / name)["latents"] for name in names]
     assert torch.equal(torch.stack(again), written)
 
@@ -188,7 +187,7 @@ def test_image_to_video_samples_the_given_images(run: Run, tmp_path: Path) -> No
     wide = np.zeros((32, 64, 3), np.uint8)
     wide[:, :16] = 255
     Image.fromarray(wide).save(tmp_path / "wide.png")
-    found = trainer.evaluator._image(tmp_path / "wide.png", trainer.size.latents)
+    found = trainer.evaluator._image(tmp_path / "wide.png", trainer.parts.size.latents)
     assert found.shape == (3, 32, 32)
     assert found[:, :, :7].min() > 0.99 and found[:, :, 9:].max() < -0.99
 
@@ -288,7 +287,7 @@ def test_an_evaluation_before_the_first_step_is_made_once(run: Run) -> None:
     args = {"eval_at_start": True, "eval_prompts": ["a bar"], "eval_sampling_steps": 1}
     run = run.with_args(**args).with_words(*rate)
     trainer = run.trainer()
-    before = trainer.evaluator(7, trainer.size.latents)
+    before = trainer.evaluator(7, trainer.parts.size.latents)
     trainer.train()
     first, *_, last = found = run.lines
     assert [line["step"] for line in found] == [0, 1, 2, 2]
@@ -336,9 +335,9 @@ def test_the_time_of_an_evaluation_is_not_the_steps(
     """Each evaluation takes, by the clock, a month."""
     evaluate, month = Evaluator.__call__, 2.6e6  # seconds
 
-    def slow(*args: object) -> dict:
-        CLOCK.started -= month
-        return evaluate(*args)
+    def slow(evaluator: Evaluator, *args: object) -> dict:
+        evaluator.engine.clock.started -= month
+        return evaluate(evaluator, *args)
 
     monkeypatch.setattr(Evaluator, "__call__", slow)
     found = run.train("args.eval_num_samples=0", steps=4).logged("step_ms")

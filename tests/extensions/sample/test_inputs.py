@@ -289,5 +289,5 @@ def test_a_given_image_stands_beside_the_control_of_a_held_out_clip(
     more += [f"model.network_config.params.in_channels={3 * CHANNELS}", "args.eval_interval=1"]
     more += [f"args.eval_prompt_file={tmp_path / 'prompts.txt'}", "model.masked_video_noise=false"]
     trainer = with_everything.into(tmp_path / "runs").trainer(*more)
-    (prompt,) = trainer.evaluator._prompts(trainer.size.latents, "")
+    (prompt,) = trainer.evaluator._prompts(trainer.parts.size.latents, "")
     assert prompt.control is not None and (prompt.image == 1).all()

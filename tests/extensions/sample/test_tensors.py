@@ -17,7 +17,7 @@ from cogfast.cli.options import parse_sample
 from cogfast.diffusion.loss import NUM_BANDS
 from cogfast.extensions.page.page import page_of
 from cogfast.extensions.page.record import read_run
-from cogfast.train.run.terminal import log_commands
+from cogfast.extensions.sample.next_commands import log_commands
 from cogfast.train.trainer import Trainer
 from tests.extensions.page.run_folders import Page
 from tests.support.refusals import Refusal, assert_command_refused, refusals
@@ -140,7 +140,7 @@ def test_sampling_has_the_numbers_of_the_files(
 @pytest.mark.soak
 def test_two_replicas(world: Sampled, tmp_path: Path) -> None:
     """A video of each rank: `cogfast sample`, and an evaluation of a run that two ranks train."""
-    words = [f"args.load={world.trainer.writer.path(3)}", "args.train_iters=1", *world.evaluation]
+    words = [f"args.load={world.trainer.writer.saved}", "args.train_iters=1", *world.evaluation]
     words += ["args.eval_at_start=true", OWN[0]]
     micro = "deepspeed.train_micro_batch_size_per_gpu=2"
     train = world.plain.into(tmp_path / "run").command(*words, micro)

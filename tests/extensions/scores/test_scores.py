@@ -132,10 +132,13 @@ def test_the_last_evaluation_that_a_resumed_run_makes_again_is_scored_once(
 @pytest.mark.parametrize("text", ["[1, 2", '["1"]', "{}", "[3, -1, 2, 2]"])
 def test_a_damaged_list_of_waiting_scores_ends_no_run(tmp_path: Path, text: str) -> None:
     (tmp_path / "waiting_scores.json").write_text(text)
-    metrics: Any = SimpleNamespace(groups=SimpleNamespace(is_main=True))
-    args = TrainKeys(eval_command="true {samples}")
-    assert Scores(args, tmp_path, metrics, 2).waiting == ([2] if text.endswith("2]") else [])
-    assert Scores(args, tmp_path, metrics).waiting == []
+    launch = SimpleNamespace(args=TrainKeys(eval_command="true {samples}"))
+    for step, waiting in ((2, [2] if text.endswith("2]") else []), (0, [])):
+        folder, data = SimpleNamespace(path=tmp_path, step=step), SimpleNamespace(num_steps=2)
+        writer = SimpleNamespace()
+        parts: Any = SimpleNamespace(launch=launch, folder=folder, data=data, writer=writer)
+        trackers: Any = SimpleNamespace(is_main=True)
+        assert Scores(parts, trackers).waiting == waiting
 
 
 def test_lower_is_better_and_a_score_between_saves_is_that_of_the_last_one(

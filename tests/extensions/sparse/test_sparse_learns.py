@@ -14,7 +14,7 @@ import torch
 
 from cogfast.__main__ import main
 from cogfast.core.slot_random import random_unit
-from cogfast.data.video.writer import write_video
+from cogfast.extensions.sample.writer import write_video
 from scripts.quickstart_clips import COLOURS
 from scripts.quickstart_wavelet import fit_wavelet, save_wavelet
 from tests.support.tiny_run import run_folder

@@ -3,6 +3,7 @@
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 import torch
@@ -123,9 +124,10 @@ class Own(DiffusionTransformer):
         return [()] * len(self.blocks)
 
 
-def test_rows_of_a_subclass_are_refused() -> None:
+def test_rows_of_a_subclass_are_refused(run: Run) -> None:
+    args, unused = run.config(SPARSE).run.args, cast(Any, None)
     with torch.device("meta"), pytest.raises(ValueError, match="does not work with Own.block_arg"):
-        use_attention(Own(FAMILY["5b"]), "sparse:0.5")
+        use_attention(Own(FAMILY["5b"]), args, {}, unused, True)
 
 
 @pytest.mark.parametrize(

@@ -17,10 +17,11 @@ from types import SimpleNamespace
 import pytest
 from s3fs import S3FileSystem
 
+from cogfast.core.addresses import url_of
 from cogfast.core.files import UNFINISHED
 from cogfast.extensions.stores import store
 from cogfast.extensions.stores.keys import parse_cache
-from cogfast.extensions.stores.mirror import copy_of, named_by_urls, url_of
+from cogfast.extensions.stores.mirror import copy_of, named_by_urls
 from cogfast.extensions.stores.store import StoreError, local_copy
 from cogfast.extensions.stores.store_errors import diagnosis
 from tests.cli.hostile.web_server import serving

@@ -18,7 +18,7 @@ from cogfast.__main__ import main as cogfast
 from cogfast.distributed.process_groups import start_processes
 from cogfast.extensions.sample.evaluate import Evaluator
 from cogfast.extensions.sample.generate import VideoMaker
-from cogfast.train.checkpoint import write as checkpoint_writer
+from cogfast.train.checkpoint import snapshot
 from cogfast.train.checkpoint.write import CheckpointWriter
 from cogfast.train.encode import Encoder
 from tests.support.runs import run_of
@@ -27,7 +27,7 @@ FAULTS: dict[str, tuple[object, str]] = {
     "loss": (Evaluator, "_band_losses"),
     "prompts": (Evaluator, "_prompts"),
     "condition": (VideoMaker, "condition"),
-    "write": (checkpoint_writer, "write_safetensors"),
+    "write": (snapshot, "write_safetensors"),
     "complete": (CheckpointWriter, "_describe"),
     "first batch": (Encoder, "__call__"),  # in training: it ends the run
 }

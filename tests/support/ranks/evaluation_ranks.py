@@ -53,7 +53,7 @@ def planted(kind: str, original: Callable) -> Callable:
 
 
 def evaluate(trainer: Trainer, name: str) -> tuple[list[str], int]:
-    size, evaluator = trainer.size.latents, trainer.evaluator
+    size, evaluator = trainer.parts.size.latents, trainer.evaluator
     step = 1000 * list(CASES).index(name.partition(" on")[0]) + int(name[-1])
     STOP.is_asked = False
     found = evaluator(step, size, STOP)
@@ -99,12 +99,12 @@ def fail_alone(trainer: Trainer) -> None:
         call = planted("error", Evaluator._band_losses)
         with patch.object(Evaluator, "_band_losses", call):
             try:
-                trainer.evaluator(9, trainer.size.latents)
+                trainer.evaluator(9, trainer.parts.size.latents)
             except UnsharedError as error:
                 print(f"alone: {error}", flush=True)
         return
     try:
-        trainer.evaluator(9, trainer.size.latents)
+        trainer.evaluator(9, trainer.parts.size.latents)
     except RuntimeError as error:  # gloo's: the connection is closed
         print(f"lost: {type(error).__name__}", flush=True)
 

@@ -20,8 +20,9 @@ from cogfast.model.weights.checkpoint_manifest import (
     read_manifest,
     write_manifest,
 )
-from cogfast.train.checkpoint import write as checkpoint_writer
-from cogfast.train.checkpoint.write import _Snapshot
+from cogfast.train.checkpoint import folder as checkpoint_folder
+from cogfast.train.checkpoint import snapshot as snapshots
+from cogfast.train.checkpoint.snapshot import Snapshot
 from cogfast.train.trainer import Trainer
 from tests.support.refusals import assert_refused
 from tests.support.runs import Run
@@ -75,7 +76,7 @@ class SlowDisk:
     """A write_safetensors that waits until the test lets it continue."""
 
     def __init__(self) -> None:
-        self.is_free, self.calls, self.write = Event(), [], checkpoint_writer.write_safetensors
+        self.is_free, self.calls, self.write = Event(), [], snapshots.write_safetensors
 
     def __call__(self, path: Path, tensors: list) -> str:
         self.calls.append(str(path))
@@ -102,7 +103,7 @@ def test_training_continues_while_a_checkpoint_is_written(
 ) -> None:
     """Step 3 runs before the files of step 2 are written, which still hold step 2's state."""
     disk = SlowDisk()
-    monkeypatch.setattr(checkpoint_writer, "write_safetensors", disk)
+    monkeypatch.setattr(snapshots, "write_safetensors", disk)
     monkeypatch.setattr(Watching, "disk", disk, raising=False)
     slow = run.into(tmp_path / "slow").by(Watching).train("args.keep_last=0")
     assert slow.last.steps == [0, 1, 2, 3]
@@ -121,7 +122,7 @@ def test_buffers_are_used_again(run: Run) -> None:
     before = {key: buffer.data_ptr() for key, buffer in buffers.items()}
     live = sum(part.nbytes for part in trainer.engine.parts) * 4  # weights, two moments, EMA
     assert sum(buffer.nbytes for buffer in buffers.values()) == live
-    writer.check_owner = lambda: None  # the run has ended, and its lock with it
+    writer.folder.check_owner = lambda: None  # the run has ended, and its lock with it
     for step in (3, 4):
         writer.save(step, {})
     writer.wait()
@@ -206,7 +207,7 @@ def test_a_latest_that_cannot_be_written_is_logged(
     run: Run, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Step 2 is complete without it; the next save moves it."""
-    write, calls = checkpoint_writer.write_text, []
+    write, calls = checkpoint_folder.write_text, []
 
     def write_text(path: Path, text: str) -> None:
         calls.append(text)
@@ -214,7 +215,7 @@ def test_a_latest_that_cannot_be_written_is_logged(
             raise WriteError(path, OSError(28, "No space left on device"))
         write(path, text)
 
-    monkeypatch.setattr(checkpoint_writer, "write_text", write_text)
+    monkeypatch.setattr(checkpoint_folder, "write_text", write_text)
     done = run.train()
     assert calls == ["00000002", "00000004"]
     assert done.checkpoint.name == "00000004"
@@ -227,7 +228,7 @@ def test_a_latest_that_cannot_be_written_is_logged(
 def test_no_memory_for_the_copy_leaves_the_run_alone(
     run: Run, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    make, calls = checkpoint_writer.host_buffer, []
+    make, calls = snapshots.host_buffer, []
 
     def host_buffer(like: torch.Tensor) -> torch.Tensor:
         calls.append(like)
@@ -235,7 +236,7 @@ def test_no_memory_for_the_copy_leaves_the_run_alone(
             raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
         return make(like)
 
-    monkeypatch.setattr(checkpoint_writer, "host_buffer", host_buffer)
+    monkeypatch.setattr(snapshots, "host_buffer", host_buffer)
     assert saved_steps(run.train(steps=4)) == [4]
     assert "checkpoint of step 2 failed: DefaultCPUAllocator" in caplog.text
 
@@ -361,9 +362,9 @@ def test_a_model_that_cannot_be_exported_is_refused_before_training(run: Run) ->
 
 
 def test_a_file_that_another_machine_has_kept_makes_no_checkpoint(run, monkeypatch, log) -> None:
-    write, num_saves = _Snapshot.write, 0
+    write, num_saves = Snapshot.write, 0
 
-    def write_elsewhere(snapshot: _Snapshot, file: Path) -> object:
+    def write_elsewhere(snapshot: Snapshot, file: Path) -> object:
         nonlocal num_saves
         num_saves += 1
         report = write(snapshot, file)
@@ -371,7 +372,7 @@ def test_a_file_that_another_machine_has_kept_makes_no_checkpoint(run, monkeypat
             monkeypatch.setattr(Path, "is_file", lambda path: path != file and path.exists())
         return report
 
-    monkeypatch.setattr(_Snapshot, "write", write_elsewhere)
+    monkeypatch.setattr(Snapshot, "write", write_elsewhere)
     monkeypatch.setattr(files, "SECONDS_OF_NFS", 0.0)
     done = run.train(steps=6)
     line = "rank-00000.safetensors is not as its rank has written it; do all machines share it?"

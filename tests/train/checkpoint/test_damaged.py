@@ -17,7 +17,7 @@ from cogfast.model.weights.checkpoint_manifest import (
     write_manifest,
 )
 from cogfast.model.weights.run_checkpoint import open_run
-from cogfast.train.watchers.metrics import _history_until
+from cogfast.train.run.metrics_file import history_until
 from tests.cli.hostile.forked_case import faults, preload, run_case
 from tests.support.refusals import assert_line, assert_refused
 from tests.support.runs import Run
@@ -140,17 +140,17 @@ def test_damaged_metrics_are_set_aside(tmp_path: Path, caplog: pytest.LogCapture
         caplog.clear()
         lines = b'{"step": 1, "loss": 2.0}\n' + line + b'{"step": 2, "loss": null}\n'
         file.write_bytes(lines + b'{"step": 3, "loss": 2.0}\n{"step": 4')
-        assert _history_until(2, file) == [{"step": 1, "loss": 2.0}, {"step": 2, "loss": None}]
+        assert history_until(2, file) == [{"step": 1, "loss": 2.0}, {"step": 2, "loss": None}]
         assert len(file.read_text().splitlines()) == 2
         assert (tmp_path / f"metrics.damaged-{number}.jsonl").read_bytes().startswith(lines)
         assert caplog.text.count("is damaged (line 2: ") == 1
         caplog.clear()
-        assert len(_history_until(2, file)) == 2 and caplog.text == ""
+        assert len(history_until(2, file)) == 2 and caplog.text == ""
 
 
 def test_a_pipe_in_place_of_a_log_is_set_aside(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "metrics.jsonl")
-    assert _history_until(2, tmp_path / "metrics.jsonl") == []
+    assert history_until(2, tmp_path / "metrics.jsonl") == []
     names = {path.name for path in tmp_path.iterdir()}
     assert names == {"metrics.jsonl", "metrics.damaged-1.jsonl"}
 

@@ -20,13 +20,15 @@ import torch
 
 from cogfast.__main__ import main
 from cogfast.core import run_lock
+from cogfast.core.addresses import url_of
 from cogfast.core.run_lock import RunLock
 from cogfast.distributed.process_groups import ProcessGroups
 from cogfast.extensions.stores import mirror, store
-from cogfast.extensions.stores.mirror import Uploads, copy_of, download_run, place_of, url_of
+from cogfast.extensions.stores.mirror import Uploads, copy_of, download_run, folder_of
+from cogfast.extensions.stores.stored_folder import StoredFolder
 from cogfast.model.weights.checkpoint_manifest import is_in_run, read_manifest
 from cogfast.model.weights.open import open_source
-from cogfast.train.checkpoint.write import DamagedWeights, _prune_stored, _Snapshot
+from cogfast.train.checkpoint.snapshot import DamagedWeights, Snapshot
 from cogfast.train.keys import TrainKeys
 from cogfast.train.phases import _take_adapters
 from cogfast.train.run import folder
@@ -223,7 +225,7 @@ def test_a_file_that_cannot_be_uploaded_holds_up_no_other_and_is_named(
     server, tmp_path, monkeypatch, caplog
 ):
     monkeypatch.setattr(store, "_PATIENCE", 0.1)
-    run = place_of(f"{server.url}/left")
+    run = folder_of(f"{server.url}/left")
     run.mkdir(parents=True)
     server.faults = [Fault(503, "PUT", "/log.txt")]
     with closing(Uploads(run)):
@@ -274,11 +276,12 @@ def test_any_error_names_the_files_that_are_not_uploaded(caplog):
         raise error
 
     error, hint = ValueError("of a sample"), "its files are in /here"
-    writer = SimpleNamespace(saved=None, unsent=Path("/here"))
+    writer = SimpleNamespace(saved=None, folder=SimpleNamespace(unsent=Path("/here")))
     given = {"how_to_upload": lambda: "run `copy`", "how_to_resume": lambda: hint}
-    parts = SimpleNamespace(**given, groups=ALONE, log=RunLog(), held=ExitStack())
+    launch = SimpleNamespace(log=RunLog(), held=ExitStack(), groups=ALONE)
+    parts = SimpleNamespace(hints=SimpleNamespace(**given), launch=launch, writer=writer)
     with pytest.raises(ValueError, match="of a sample"):
-        Trainer.train(SimpleNamespace(_train=fail, writer=writer, parts=parts))
+        Trainer.train(SimpleNamespace(_train=fail, parts=parts))
     assert error.__notes__ == [hint] and "run `copy`" in caplog.text
 
 
@@ -286,10 +289,10 @@ def test_files_that_are_not_uploaded_stay_until_a_later_save_is_complete(
     server, stored, monkeypatch, caplog
 ):
     monkeypatch.setattr(store, "_PATIENCE", 0.1)
-    save, check, rounds = f"{server.url}/damaged", _Snapshot._check_finite, []
+    save, check, rounds = f"{server.url}/damaged", Snapshot._check_finite, []
 
-    def check_finite(snapshot: _Snapshot) -> None:
-        (folder,) = place_of(save).glob("*/checkpoints")
+    def check_finite(snapshot: Snapshot) -> None:
+        (folder,) = folder_of(save).glob("*/checkpoints")
         rounds.append(sorted(path.parent.name for path in folder.glob("*/rank-*")))
         if len(rounds) == 2:
             raise DamagedWeights("its weights are not finite")
@@ -298,14 +301,14 @@ def test_files_that_are_not_uploaded_stay_until_a_later_save_is_complete(
             raise OSError(errno.ENOSPC, "No space left on device")
         check(snapshot)
 
-    monkeypatch.setattr(_Snapshot, "_check_finite", check_finite)
+    monkeypatch.setattr(Snapshot, "_check_finite", check_finite)
     server.faults = [Fault(503, "PUT", "/checkpoints/")]
     stored.into(save).train()
     # That of step 2 is there when that of step 4 is refused, and after it, until there is no place for both.
     assert rounds == [[], ["00000002"], ["00000002"], []]
     assert "not finite; the previous one is kept, and /" in caplog.text
     assert "00000002 stays until a later one is complete here" in caplog.text
-    assert not [*place_of(save).rglob("rank-*")] and not [*place_of(save).rglob("00000002")]
+    assert not [*folder_of(save).rglob("rank-*")] and not [*folder_of(save).rglob("00000002")]
     url = run_url(save)
     assert store.read(f"{url}/checkpoints/latest") == b"00000006"
 
@@ -314,14 +317,14 @@ TWO_MACHINES = """
 import os, sys
 from contextlib import closing
 from types import SimpleNamespace
-from cogfast.extensions.stores.mirror import Uploads, place_of
+from cogfast.extensions.stores.mirror import Uploads, folder_of
 from cogfast.data.bad_samples import BadSampleLog
 from cogfast.distributed.model_batches import ModelBatches
 from cogfast.distributed.process_groups import start_processes
 from cogfast.extensions.sample.generate import take_to_main
 rank = os.environ["RANK"]
 os.environ |= {"LOCAL_RANK": "0", "COGFAST_LOCAL_CACHE": f"{sys.argv[2]}/{rank}"}
-groups, run = start_processes(), place_of(sys.argv[1])
+groups, run = start_processes(), folder_of(sys.argv[1])
 with closing(Uploads(run, is_main=groups.is_main)):
     log = BadSampleLog(run / "bad_samples.jsonl", num_samples=10, max_bad_fraction=0.3)
     batches = ModelBatches(SimpleNamespace(bad_samples=log), groups, has_own_files=True)
@@ -353,7 +356,7 @@ def test_machines_with_folders_of_their_own_share_bad_samples_and_videos(server,
 def test_an_empty_lock_in_a_store_is_named_once(server, monkeypatch, log):
     monkeypatch.setattr(run_lock, "_LEASE", 0.6)
     monkeypatch.setattr(run_lock, "_SETTLING", 0.2)
-    run = place_of(f"{server.url}/unnamed")
+    run = folder_of(f"{server.url}/unnamed")
     run.mkdir(parents=True)
     store.write(f"{url_of(run)}/run.lock", b"")
     with RunLock(run) as lock:
@@ -368,7 +371,7 @@ def test_a_lock_in_a_store(server, tmp_path, monkeypatch):
     monkeypatch.setattr(run_lock, "_LEASE", 3.0)
     monkeypatch.setattr(run_lock, "_BETWEEN_RENEWALS", 0.2)
     monkeypatch.setattr(run_lock, "_SETTLING", 0.3)
-    run = place_of(f"{server.url}/locked")
+    run = folder_of(f"{server.url}/locked")
     other = tmp_path / "other" / "runs" / f"{server.url}/locked"  # as on another machine
     for place in (run, other):
         place.mkdir(parents=True)
@@ -397,7 +400,7 @@ def test_a_lock_in_a_store(server, tmp_path, monkeypatch):
 
 
 def test_objects_of_files_that_this_machine_has_lost_stay(server):
-    run = place_of(f"{server.url}/cleaned")
+    run = folder_of(f"{server.url}/cleaned")
     (run / "hang").mkdir(parents=True)
     with closing(Uploads(run)) as uploads:
         for name in ("log.txt", "hang/rank-0.txt", "hang/rank-1.txt"):
@@ -415,7 +418,7 @@ def test_an_object_with_dots_in_its_name_is_not_written_beside_the_folder(server
 
     s3 = boto3.client("s3", endpoint_url=os.environ["AWS_ENDPOINT_URL"])
     s3.put_object(Bucket=server.bucket, Key="dots/run/../../evil", Body=b"x")
-    place = place_of(f"{server.url}/dots/run")
+    place = folder_of(f"{server.url}/dots/run")
     assert_refused(lambda: download_run(place), "/evil: has .. in its name", store.StoreError)
     assert not [*tmp_path.rglob("evil")]
 
@@ -445,7 +448,7 @@ def test_a_url_is_read_again_once_its_files_have_changed(server):
 
 
 def test_nothing_is_uploaded_after_the_lock_is_lost(server, caplog):
-    run = place_of(f"{server.url}/fenced")
+    run = folder_of(f"{server.url}/fenced")
     run.mkdir(parents=True)
     with RunLock(run) as lock:
         for holder in (None, b"process 7 on elsewhere 00 1.0\n"):
@@ -486,9 +489,9 @@ def test_each_machine_opens_the_folder_of_a_run_in_its_own_place(
     # Its checkpoints are read where another run continues from them.
     for target in (f"{server.url}/two", str(tmp_path / "two")):
         run, checkpoint = opened(run_folder=target, resume=url)
-        assert run == place_of(target) and read_manifest(checkpoint)["step"] == STEPS
+        assert run == folder_of(target) and read_manifest(checkpoint)["step"] == STEPS
     run, checkpoint = opened(save=f"{server.url}/other", resume=f"{url}/checkpoints")
-    assert run == place_of(url) and checkpoint == run / "checkpoints" / "00000006"
+    assert run == folder_of(url) and checkpoint == run / "checkpoints" / "00000006"
 
     # A machine that shares the cache of the first one leaves its files alone.
     class OnSecond(ProcessGroups):
@@ -533,7 +536,7 @@ def test_checkpoints_of_other_trainers_stay_in_the_layout_finetune(server):
     assert newest.name == "checkpoint-10"
     for name in ("3/lora", "4/lora", "4/rank-00000.safetensors"):
         store.write(f"{url}/checkpoint-{name}", b"x")
-    _prune_stored(newest, 1, lambda _: set())
+    StoredFolder(newest.parent, "finetune", ALONE).prune(newest, 1, lambda _: set())
     left = {name.partition("/")[0] for name in names(url)}
     assert left == {"checkpoint-3", "checkpoint-4", "checkpoint-10", "latest"}
     assert names(f"{url}/checkpoint-4") == {"lora"}

@@ -220,7 +220,7 @@ def test_a_run_keeps_its_choice_and_a_resumed_one_takes_it(
     cut = run.train(asked)
     assert read_manifest(cut.checkpoint)["attention_backend"] == "math"
     resumed = run.resume(steps=4)
-    assert resumed.last.parts.attention_backend == "math"
+    assert resumed.last.parts.model.attention_backend == "math"
     assert "attention: math, as in the checkpoint" in log.text
     assert resumed.losses == whole.losses
     # Sampling keeps it, too.

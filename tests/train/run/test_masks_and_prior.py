@@ -11,10 +11,10 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from cogfast.data.video.writer import write_video
 from cogfast.diffusion.denoiser import Conditioning
 from cogfast.diffusion.loss import Noised
 from cogfast.extensions.cache.command import cache_latents
+from cogfast.extensions.sample.writer import write_video
 from cogfast.model.transformer import build_transformer
 from cogfast.model.weights.load import load_transformer
 from cogfast.train.trainer import Trainer
@@ -271,7 +271,7 @@ def test_masks_are_no_part_of_a_latent_cache(
     frames = np.stack([np.asarray(Image.open(data / "half.png"))] * 40)
     write_video(data / "own.mp4", frames, fps=24)
     readers = []
-    monkeypatch.setattr("cogfast.data.video.clip.dali_of_this_process", readers.append)
+    monkeypatch.setattr("cogfast.data.video.clip.device_reader", readers.append)
     found = run.into(tmp_path / "runs").train()
     assert set(readers) == {"pyav"}  # threads read, whose current device is not that of the process
     (line,) = (found.path / "bad_samples.jsonl").read_text().splitlines()

@@ -16,7 +16,6 @@ from cogfast.data.video.clip import ClipSettings
 from cogfast.extensions.cache.cached_data import cache_specs
 from cogfast.extensions.formats.convert import convert
 from cogfast.model.weights.checkpoint_manifest import RESUMABLE, read_manifest, write_manifest
-from cogfast.train.frozen_encoders import NO_OVERRIDES
 from cogfast.train.trainer import Trainer
 from tests.support.refusals import assert_command_refused, assert_refused
 from tests.support.runs import Run
@@ -160,8 +159,8 @@ def test_a_cache_is_of_the_code_of_its_encoders(
 
     def specs(*words: str) -> dict[str, dict]:
         made = run.by(Trainer, "mine_encoders").config(*words).run
-        described = made.sections, made.allow_import, made.args, made.model
-        return cache_specs(*described, settings, NO_OVERRIDES)
+        described = made.sections, made.allow_import, made.args, made.model, made.frozen.overrides
+        return cache_specs(*described, settings)
 
     own, plain = specs(f"{key}.target=mine_encoders.{name}"), specs()
     assert own[kind] != plain[kind]

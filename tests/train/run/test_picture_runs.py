@@ -79,7 +79,7 @@ def test_the_loss_of_pictures_is_that_of_clips_of_one_frame(
         v = a * noised.noise - (1 - a**2).sqrt() * clean
         with torch.no_grad():
             text = trainer.encoder.text_encoder(batch["txt"])
-            text = conditioning.text if trainer.encoder.text_dropout else text
+            text = conditioning.text if trainer.encoder.dropouts["text"] else text
             x = a * clean + (1 - a**2).sqrt() * noised.noise
             inputs = None if family == "5b" else torch.zeros_like(x)
             output = network(x, noised.timesteps, text, condition_latents=inputs)
@@ -102,7 +102,7 @@ def test_the_loss_of_pictures_is_that_of_clips_of_one_frame(
 
 def test_clips_and_pictures_resume_and_come_from_a_cache(run: Run, tmp_path: Path) -> None:
     whole = run.into(tmp_path / "a").train("args.num_workers=2")
-    buckets = [whole.last.order.bucket(step) for step in range(6)]
+    buckets = [whole.last.parts.data.order.bucket(step) for step in range(6)]
     assert len(set(buckets[:3])) == len(set(buckets[3:])) == 2
     run.train("args.exit_interval=3")
     assert run.resume().losses == whole.losses and len(whole.losses) == 6

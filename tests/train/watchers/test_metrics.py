@@ -8,6 +8,7 @@ import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -15,12 +16,15 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from torch import Tensor
 
 from cogfast.distributed.process_groups import ProcessGroups
-from cogfast.distributed.step_clock import CLOCK
-from cogfast.extensions.plan.trace import train_flops
-from cogfast.train.checkpoint.write import _Snapshot
+from cogfast.distributed.step_clock import StepClock
+from cogfast.extensions.page import watch
+from cogfast.train.checkpoint.snapshot import Snapshot
 from cogfast.train.keys import TrainKeys
+from cogfast.train.run.trackers import Trackers
 from cogfast.train.trainer import Trainer
-from cogfast.train.watchers.metrics import BandLosses, Metrics, memory_gib
+from cogfast.train.watchers.metrics import Metrics, memory_gib
+from cogfast.train.watchers.model_flops import train_flops
+from cogfast.train.watchers.training_losses import BandLosses
 from tests.support.refusals import assert_refused
 from tests.support.runs import Run
 from tests.support.tiny_run import ROOT, launch_ranks
@@ -43,7 +47,7 @@ def test_a_line_holds_everything(run: Run) -> None:
     assert last["lr"] == 2e-3
     assert last["mfu"] is None  # the peak of a CPU is unknown
     num_tokens = 8 + 3 * 2 * 2  # text; latent frames x rows x columns of patches
-    assert trainer.size.num_tokens == num_tokens
+    assert trainer.parts.size.num_tokens == num_tokens
     assert last["samples_per_s"] == pytest.approx(4 * 1000 / last["step_ms"])
     assert last["tokens_per_s"] == pytest.approx(num_tokens * last["samples_per_s"])
     flops = train_flops(trainer.engine.transformer.config, num_tokens)
@@ -69,7 +73,7 @@ def test_the_wait_is_that_of_the_slowest_rank(tmp_path: Path, log) -> None:
     """Rank 1 of two waits for each of its batches, rank 0 for none but in the mean of both."""
     numbers = ("grad_norm", "num_skipped", "num_skipped_in_a_row")
     engine = SimpleNamespace(**dict.fromkeys(numbers, torch.zeros(())))
-    engine.transformer = tiny("5b")
+    engine.transformer, engine.clock = tiny("5b"), StepClock()
     engine.optimizer = SimpleNamespace(param_groups=[{"lr": 1e-3}])
     sent: list[Tensor] = []
 
@@ -80,17 +84,21 @@ def test_the_wait_is_that_of_the_slowest_rank(tmp_path: Path, log) -> None:
 
     args, cpu = TrainKeys(log_interval=1), torch.device("cpu")
     size = SimpleNamespace(num_tokens=1, is_picture=False, has_both=False)
-    steps = {"start_step": 0, "num_steps": 2, "num_slots": lambda _: 2}
     groups = [TwoRanks(rank, 2, rank, cpu, None, False) for rank in (1, 0)]
-    both = [
-        Metrics(args, tmp_path, each, engine, size, BandLosses(None, cpu), **steps)
-        for each in groups
-    ]
+    data = SimpleNamespace(num_steps=2, order=SimpleNamespace(num_slots=lambda _: 2))
+    about = {"engine": engine, "data": data, "size": size, "bands": BandLosses(None, cpu)}
+    both = []
+    for each in groups:
+        launch = SimpleNamespace(args=args, groups=each)
+        parts: Any = SimpleNamespace(launch=launch, logged=None, **about)
+        both.append(Metrics(parts, Trackers(args, tmp_path, 0, each.is_main)))
     for step in (1, 2):
         for metrics, seconds in zip(both, (0.05, 0.0), strict=True):
-            CLOCK.data_seconds = seconds
+            engine.clock.data_seconds = seconds
             metrics.after_backward(torch.tensor(2.0 * metrics.groups.rank))
-            metrics.after_step(step)
+            line = metrics.after_step(step)
+            assert line is not None
+            metrics.after_log(line)
     found = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [line["loss"] for line in found] == [1.0, 1.0]
     assert [line["data_wait_ms"] for line in found] == pytest.approx([50, 50])
@@ -299,11 +307,40 @@ def test_the_page_is_written_at_checkpoints_and_after_minutes(
 ) -> None:
     """Without evaluations; the end of the run saves and marks the page as complete."""
     written: list[int] = []
-    page = lambda _, history, is_active: written.append(history[-1]["step"])
-    monkeypatch.setattr("cogfast.train.watchers.metrics.RunPage.write", page)
-    monkeypatch.setattr("cogfast.train.watchers.metrics._PAGE_SECONDS", seconds)
+    monkeypatch.setattr(watch, "page_of", lambda records, *_: written.append(records[0].step))
+    monkeypatch.setattr(watch, "write_page", lambda *_: None)
+    monkeypatch.setattr(watch, "_SECONDS", seconds)
     run.with_args(save_interval=2).train(steps=5)
     assert written == steps
+
+
+class Logs(Trainer):
+    """Logs values that depend on the rank and the step, some of them on rank 1 alone."""
+
+    def losses(self, batch, noised, conditioning):
+        losses, rank = super().losses(batch, noised, conditioning), self.groups.rank
+        self.log("loss", losses)
+        self.log("odd/rank", 3.0 * rank)
+        if rank == 1 and self.step == 2:
+            self.log("rare", torch.tensor([1.0, 3.0]))
+            self.log("not finite", math.nan)
+        return losses
+
+
+def test_a_trainer_logs_values_of_its_own(run: Run) -> None:
+    """Each is the mean of the ranks and steps that logged it since the last line."""
+    run = run.with_args(train_iters=4, log_interval=2)
+    run = run.with_words("deepspeed.train_micro_batch_size_per_gpu=2")
+    code = "import sys; from cogfast.__main__ import main; from tests.train.watchers import test_metrics"
+    code += "; sys.exit(main(trainer=test_metrics.Logs))"
+    launch_ranks(2, "-c", code, *run.command()[1:])
+    first, second = run.lines
+    for line in (first, second):
+        assert line["log/loss"] == pytest.approx(line["loss"], rel=1e-6)
+        assert line["log/odd/rank"] == 1.5
+    assert not {"log/rare", "log/not finite"} & first.keys()
+    assert second["log/rare"] == 2.0 and second["log/not finite"] is None
+    assert scalars(run.path / "tensorboard")["log/rare"] == [(4, 2.0)]
 
 
 @pytest.mark.soak
@@ -346,8 +383,8 @@ def test_saves_and_evaluations_that_hold_training_up_are_in_its_lines(
     run, log, monkeypatch
 ) -> None:
     """A save takes a second, so that the second one, after step 4, waits for the first."""
-    write = _Snapshot.write
-    monkeypatch.setattr(_Snapshot, "write", lambda *given: time.sleep(0.8) or write(*given))
+    write = Snapshot.write
+    monkeypatch.setattr(Snapshot, "write", lambda *given: time.sleep(0.8) or write(*given))
     words = ["args.exit_interval=6", "args.eval_interval=5", "args.eval_iters=1"]
     words += ["args.split=1,1,0", "args.only_log_video_latents=true"]
     run = run.with_args(save_interval=2).with_words(*words).train(steps=100)

@@ -9,6 +9,7 @@ import torch
 
 from cogfast.core.slot_random import SlotRandom
 from cogfast.data.global_order import GlobalOrder
+from cogfast.distributed.step_clock import StepClock
 from cogfast.train.keys import TrainKeys
 from cogfast.train.trainer import Trainer
 from cogfast.train.watchers.nonfinite import NonfiniteCheck
@@ -63,7 +64,7 @@ def test_a_bad_sample_stops_the_run_and_is_named(deep: Run) -> None:
     weights = read_run_weights(trainer.folder / "checkpoints" / f"{BAD_STEP:08d}")
     assert all(value.isfinite().all() for value in weights.values())
     # The losses of the second run are no training losses.
-    assert not trainer.bands.sums.any()
+    assert not trainer.parts.bands.sums.any()
 
 
 @pytest.mark.parametrize("policy", ["pointwise", "full"])
@@ -117,7 +118,8 @@ def test_a_gradient_alone_is_reported(deep: Run) -> None:
 @pytest.mark.parametrize("has_bad_loss", [False, True])
 def test_fp16_reports_bad_losses_and_a_spent_scale(has_bad_loss: bool, is_spent: bool) -> None:
     """Step 5 overflows, and step 7 has a loss that is not finite; the log line is that of step 9."""
-    engine = SimpleNamespace(num_skipped_in_a_row=torch.zeros(()), is_loss_scale_spent=is_spent)
+    numbers = {"num_skipped_in_a_row": torch.zeros(()), "is_loss_scale_spent": is_spent}
+    engine = SimpleNamespace(**numbers, clock=StepClock())
     groups = SimpleNamespace(device=torch.device("cpu"), gather=lambda value: [value])
     args = TrainKeys(fp16=True, nonfinite="stop")
     check = NonfiniteCheck(

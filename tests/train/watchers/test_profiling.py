@@ -16,7 +16,7 @@ from torch.autograd.profiler_util import FunctionEventAvg
 
 from cogfast.cli.options import parse_train
 from cogfast.distributed.process_groups import ProcessGroups
-from cogfast.distributed.step_clock import CLOCK
+from cogfast.distributed.step_clock import StepClock
 from cogfast.train.preflight.check import check_train
 from cogfast.train.watchers import profiling
 from cogfast.train.watchers.profiling import Profiler, tables
@@ -102,7 +102,8 @@ def test_a_run_that_is_stopped_has_its_profile(run: Run) -> None:
     run = run.with_args(profiling=1, exit_interval=2).train(TWICE, steps=5)
     text = (run.path / "profile" / "top_ops.txt").read_text()
     assert text.startswith("times are totals over 1 step\n")
-    assert CLOCK.part("data") is CLOCK.part("log")  # one object that does nothing
+    clock = run.last.engine.clock
+    assert clock.part("data") is clock.part("log")  # one object that does nothing
 
 
 class Cuda:
@@ -127,7 +128,7 @@ def run_steps(profiler: Profiler, num_steps: int = 7) -> list[int]:
     for step in range(num_steps):
         was_done = profiler.is_done
         profiler.before_step(step)
-        with CLOCK.part("forward"):
+        with profiler.clock.part("forward"):
             pass
         profiler.after_step(step + 1)
         if profiler.is_done and not was_done:
@@ -141,7 +142,7 @@ def test_nsys_captures_these_steps_with_nvtx_ranges(
 ) -> None:
     cuda = Cuda(monkeypatch)
     monkeypatch.setenv("NSYS_PROFILING_SESSION_ID", "1")
-    assert run_steps(Profiler(tmp_path / "profile", GPU, 2)) == [5]
+    assert run_steps(Profiler(tmp_path / "profile", GPU, 2, StepClock())) == [5]
     steps = [[f"push step {i}", "push forward", "pop", "pop"] for i in (2, 3, 4)]
     assert cuda.calls == ["synchronize", "start", *sum(steps, []), "synchronize", "stop"]
     assert not (tmp_path / "profile").exists()
@@ -155,16 +156,16 @@ def test_one_rank_of_a_machine_starts_nsys_and_only_rank_0_writes(
     for name in NSYS:
         monkeypatch.delenv(name, raising=False)
     second = dataclasses.replace(GPU, rank=1, world_size=4, local_rank=1)
-    assert run_steps(Profiler(tmp_path / "profile", second, 2)) == [5]
+    assert run_steps(Profiler(tmp_path / "profile", second, 2, StepClock())) == [5]
     assert "push forward" in cuda.calls and not {"start", "stop"} & set(cuda.calls)
     other_machine = dataclasses.replace(second, rank=2, local_rank=0)
-    run_steps(Profiler(tmp_path / "profile", other_machine, 2))
+    run_steps(Profiler(tmp_path / "profile", other_machine, 2, StepClock()))
     assert {"start", "stop"} <= set(cuda.calls)
     assert not (tmp_path / "profile").exists()
 
 
 def test_a_step_that_a_run_does_not_reach_is_logged(tmp_path: Path, caplog) -> None:
-    run_steps(Profiler(tmp_path, GPU, 7), num_steps=7)
+    run_steps(Profiler(tmp_path, GPU, 7, StepClock()), num_steps=7)
     assert "args.profiling=7: this run did not reach that step" in caplog.text
 
 
@@ -175,7 +176,7 @@ def test_a_real_limit_on_files_leaves_no_part_of_a_profile(
     on_cpu = dataclasses.replace(GPU, device=torch.device("cpu"))
     for name in NSYS:
         monkeypatch.delenv(name, raising=False)
-    profiler = Profiler(tmp_path / "profile", on_cpu, 2)
+    profiler = Profiler(tmp_path / "profile", on_cpu, 2, StepClock())
     write = profiler._write
 
     def write_on_full_disk(trace: torch.profiler.profile) -> None:

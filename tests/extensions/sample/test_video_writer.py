@@ -8,8 +8,8 @@ import pytest
 import torch
 from PIL import Image
 
-from cogfast.data.video import writer
-from cogfast.data.video.writer import contact_sheet, write_video
+from cogfast.extensions.sample import writer
+from cogfast.extensions.sample.writer import contact_sheet, write_video
 from tests.support.video_files import decode_all
 
 

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from cogfast.core.device_memory import free_memory
 from cogfast.core.shapes import SPATIAL_COMPRESSION
+from cogfast.data.datasets import CaptionedVideos
 from cogfast.distributed.process_groups import ProcessGroups
-from cogfast.extensions.cache.entries import ENCODE_CHUNKS, CachedVideos
 from cogfast.model.autoencoder import (
     ENCODE_MODES,
     EncodePlan,
@@ -39,11 +39,11 @@ _NAMES = {
 
 
 class EncodeChoice:
-    """Makes the choice of a run when its first sample is encoded. `way` is None before, and without clips.
-    Collective.
+    """Makes the choice of a run when its first sample is encoded. Collective.
 
-    shape: (B, F, H, W) of `largest_clips`. stored: [mode, is_sliced] of the checkpoint that the run resumes from. dataset: that is trained on; if it is
-    a latent cache, its way is stored in the checkpoints.
+    shape: (B, F, H, W) of `largest_clips`. stored: [mode, is_sliced] of the checkpoint that the run resumes from.
+    dataset: that is trained on; if it is a latent cache, its way is stored in the checkpoints.
+    way: the one that was chosen, before that the stored one; None without either.
     """
 
     def __init__(
@@ -54,16 +54,13 @@ class EncodeChoice:
         stored: Sequence[Any] | None = None,
         dataset: object = None,
     ) -> None:
-        self.args, self.groups = args, groups
-        self.shape = shape
-        if isinstance(dataset, CachedVideos):
-            way = dataset.entries["video"].spec.get(ENCODE_CHUNKS)
-            stored = stored if way is None else (way, True)
-        # A mode of another version of cogfast is left out.
-        self.stored: EncodeWay | None = None
-        if stored and stored[0] in ENCODE_MODES:
-            self.stored = ENCODE_MODES[ENCODE_MODES.index(stored[0])], bool(stored[1])
+        self.args, self.groups, self.shape = args, groups, shape
+        if isinstance(dataset, CaptionedVideos) and dataset.encode_chunks is not None:
+            stored = dataset.encode_chunks, True
         self.way: EncodeWay | None = None
+        # A mode of another version of cogfast is left out.
+        if stored and stored[0] in ENCODE_MODES:
+            self.way = ENCODE_MODES[ENCODE_MODES.index(stored[0])], bool(stored[1])
         self._is_made = False
 
     def __call__(self, stage: FirstStage, clips: Tensor) -> None:
@@ -80,7 +77,7 @@ class EncodeChoice:
         # A way that fits into the least free memory fits on all ranks.
         budget, shape = min(budgets), max(found, key=math.prod)
         # A configured way wins over the checkpoint's, which is kept whatever memory it takes.
-        ways = [self.stored] if self.stored and stage.encode_chunks == "auto" else None
+        ways = [self.way] if self.way and stage.encode_chunks == "auto" else None
         plan = stage.limit_encode_memory(budget, shape, ways)
         log_plan(stage, shape, plan, budget)
         self.way = (plan.mode, plan.is_sliced)

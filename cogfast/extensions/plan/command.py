@@ -1,28 +1,43 @@
-"""`cogfast plan`: predicts a run's memory and step time from its configuration alone."""
+"""`cogfast plan`: predicts a run's memory and step time from its configuration alone.
+
+With --table: layouts on 8 to 1,024 GPUs, and what their links cost.
+"""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 
-from cogfast.core.keys import names_origins
+from cogfast.core.keys import names_origins, with_origins
 from cogfast.core.values import counted
 from cogfast.distributed.parallelize import run_without_dynamo
 from cogfast.extensions.conditions.check import check_conditions
 from cogfast.extensions.memory.quantized_base import base_linears
-from cogfast.extensions.plan.gpus import INSTALL_FLASH_ATTENTION, Gpu, gpu_of, parse_gpu
+from cogfast.extensions.plan.gpus import GPUS, INSTALL_FLASH_ATTENTION, Gpu, gpu_of, parse_gpu
 from cogfast.extensions.plan.ladder import climb, fit_lines
-from cogfast.extensions.plan.memory import FIT, GIB, MemoryPlan, plan_memory, setup_of, usable
-from cogfast.extensions.plan.seconds import predict_step
-from cogfast.extensions.sparse.check import check_sparse, follow_weights
+from cogfast.extensions.plan.memory import (
+    FIT,
+    GIB,
+    MemoryPlan,
+    plan_memory,
+    rules_of,
+    setup_of,
+    usable,
+)
+from cogfast.extensions.plan.seconds import GPUS_PER_MACHINE, StepTime, predict_step
+from cogfast.extensions.plan.trace import Traces
+from cogfast.extensions.table import hooks
 from cogfast.kernels.attention_backends import BACKENDS, backends_that_run
 from cogfast.model.keys import ModelKeys
 from cogfast.train.activation_checkpointing import describe
 from cogfast.train.assembly import DTYPES
 from cogfast.train.keys import TrainKeys
+from cogfast.train.preflight.attention_choice import follow_weights
 from cogfast.train.preflight.mesh import check_global_batch, check_mesh
 from cogfast.train.run.opened import Run
 
@@ -37,12 +52,13 @@ def describe_plan(run: Run, gpu: str | None = None, num_gpus: int | None = None)
     gpu: of --gpu; None: the one that is here. num_gpus: of --gpus; None: of this launch. Raises
     ValueError for a name that is not known and for a number of GPUs that does not divide.
     """
-    run = run.with_values(*check_plan(run.args, run.model, run.fields))
+    run = run.with_values(*_check_plan(run.args, run.model, run.fields))
     args, model, data = run.args, run.network, run.data_arguments
-    card_name, memory, entry = find_card(gpu)
+    card_name, memory, entry = _find_card(gpu)
     world_size = num_gpus or int(os.environ.get("WORLD_SIZE", "1"))
     check_mesh(args, model.config, data, model.target, world_size)
-    check_sparse(args, model.config, data, is_training=args.mode != "inference")
+    for check in hooks("check_attention", args):
+        check(args, model.config, data, is_training=args.mode != "inference")
     if args.mode != "inference":
         check_global_batch(args, run.deepspeed, world_size)
     change = partial(setup_of, run)
@@ -53,7 +69,7 @@ def describe_plan(run: Run, gpu: str | None = None, num_gpus: int | None = None)
         if found.plan.fits:
             plan, changes = found.plan, fit_lines(found)
     setup = plan.setup
-    lines = [model_line(plan), _layout_line(plan)]
+    lines = [_model_line(plan), _layout_line(plan)]
     if not setup.is_sampling:
         asked = "auto: " if setup.args.activation_checkpointing == "auto" else ""
         lines.append(f"activation checkpointing: {asked}{describe(plan.policies)}")
@@ -83,7 +99,7 @@ def describe_plan(run: Run, gpu: str | None = None, num_gpus: int | None = None)
     return "\n".join(lines) + "\n"
 
 
-def check_plan(
+def _check_plan(
     args: TrainKeys, model: ModelKeys, fields: dict[str, Any]
 ) -> tuple[dict[str, str], str]:
     """Check what a plan needs; return what follow_weights finds. fields: of the network; {} without one."""
@@ -95,7 +111,7 @@ def check_plan(
     return found
 
 
-def find_card(name: str | None) -> tuple[str, int | None, Gpu | None]:
+def _find_card(name: str | None) -> tuple[str, int | None, Gpu | None]:
     """Return name, memory and entry of the card of --gpu, else of the one that is here."""
     if name is not None:
         return parse_gpu(name)
@@ -105,7 +121,7 @@ def find_card(name: str | None) -> tuple[str, int | None, Gpu | None]:
     return properties.name, properties.total_memory, gpu_of(torch.device("cuda:0"))
 
 
-def model_line(plan: MemoryPlan) -> str:
+def _model_line(plan: MemoryPlan) -> str:
     args, transformer = plan.setup.args, plan.setup.transformer
     # Weights of 8 bits and those in host memory are no parameters.
     weights = {*transformer.parameters(), *(x.weight for _, x in base_linears(transformer))}
@@ -142,7 +158,7 @@ def _table(plan: MemoryPlan) -> list[str]:
     return [aligned(name, row).rstrip() for name, row in cells.items()]
 
 
-def attention_of(
+def _attention_of(
     plan: MemoryPlan, gpu: Gpu, is_here: bool = False
 ) -> tuple[str | None, list[str], str]:
     """Return the backend of attention that a plan assumes (None: no rates are known), those that it may
@@ -162,7 +178,7 @@ def attention_of(
 
 
 def _time_lines(plan: MemoryPlan, gpu: Gpu, is_here: bool) -> list[str]:
-    backend, able, why = attention_of(plan, gpu, is_here)
+    backend, able, why = _attention_of(plan, gpu, is_here)
     step = predict_step(plan, gpu, backend)
     if step is None:
         return ["", "step time: not predicted for sampling and offload"]
@@ -174,7 +190,7 @@ def _time_lines(plan: MemoryPlan, gpu: Gpu, is_here: bool) -> list[str]:
     lines = [
         "",
         f"step: {_seconds(step.seconds)} s ({shown}), {rates}",
-        f"  {step.source}; without VAE and text encoder",
+        f"  a prediction from the data sheet of {gpu.name}; without VAE and text encoder",
         f"  {step.attention_rates}",
     ]
     if plan.setup.args.attention_backend == "auto" and backend is not None:
@@ -192,3 +208,143 @@ def _seconds(seconds: float) -> str:
 
 def _gib(num_bytes: int) -> str:
     return f"{num_bytes / GIB:.2f}" if num_bytes < 10 * GIB else f"{num_bytes / GIB:.1f}"
+
+
+# --- the table of layouts ---
+
+_WORLDS = (8, 16, 32, 64, 128, 256, 512, 1024)
+_SHOWN = 2  # layouts for each number of GPUs
+_KEYS = ("model_parallel_size", "context_parallel_size", "gradient_accumulation_steps")
+_SIZES = (1, 2, 4, 8)  # of a group that shares a sample
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """A layout that fits. samples: the global batch."""
+
+    samples: int
+    plan: MemoryPlan
+    step: StepTime
+
+    @property
+    def mesh(self) -> tuple[int, int, int]:
+        """Return the sizes of data, context and tensor parallelism."""
+        setup, args = self.plan.setup, self.plan.setup.args
+        context = args.context_parallel_size
+        return setup.rules.data_size // context, context, args.model_parallel_size
+
+    @property
+    def parts(self) -> tuple[float, ...]:
+        """Return the seconds of a step: matmul, attention, memory-bound, and waits for links, to the host, too."""
+        step = self.step
+        waits = step.links.exposed + step.transfers
+        return step.matmul, step.attention, step.memory_bound, waits
+
+
+@names_origins
+def find_layouts(
+    run: Run, gpu: str | None, worlds: Iterable[int] | None = None
+) -> dict[int, list[Layout] | str]:
+    """Return the layouts that fit for each number of GPUs, the fastest first, or why there is none.
+
+    Those of a number have the same global batch: deepspeed.train_batch_size, else the configuration's own.
+    """
+    name, memory, entry = _find_card(gpu)
+    run = run.with_values(*_check_plan(run.args, run.model, run.fields))
+    model, data = run.network, run.data_arguments
+    if entry is None or memory is None:
+        known = ", ".join(each.name for each in GPUS)
+        text = f"--table has no rates of {name}" if name else "--table needs --gpu NAME"
+        raise ValueError(f"{text}; use --gpu {known}")
+    args, traces = run.args, dict[tuple[int, int], Traces]()
+    rules = rules_of(run.deepspeed, args, 1, run.allow_import)
+    if args.mode == "inference" or rules.is_offloaded:
+        raise ValueError("--table predicts no sampling and no offload_optimizer; plan without it")
+    found: dict[int, list[Layout] | str] = {}
+    for world in worlds or _WORLDS:
+        copies = max(1, world // (args.model_parallel_size * args.context_parallel_size))
+        samples = args.batch_size * args.gradient_accumulation_steps * copies
+        samples = run.deepspeed.get("train_batch_size") or samples
+        layouts, peaks, why = list[Layout](), list[int](), ""
+        for tensor, context in ((t, c) for t in _SIZES for c in _SIZES if t * c <= _SIZES[-1]):
+            # Context parallelism sends less (docs/scaling.md): tensor parallelism is for what does not fit.
+            if tensor > 1 and len(layouts) >= _SHOWN:
+                break
+            at_once = args.batch_size * max(1, world // (tensor * context))
+            sizes = tensor, context, max(1, samples // at_once)
+            values = dict(zip(map(args.key, _KEYS), sizes, strict=True))
+            changed = run.with_values(values, "--table")
+            try:
+                with with_origins(changed.origins):
+                    check_mesh(changed.args, model.config, data, model.target, world)
+                    for check in hooks("check_attention", changed.args):
+                        check(changed.args, model.config, data, is_training=True)
+            except ValueError as error:
+                why = why or str(error)
+                continue
+            if samples % at_once:
+                why = f"{at_once} samples at once do not divide a batch of {samples}; set "
+                why += f"deepspeed.train_batch_size to a multiple of {at_once}"
+                continue
+            setup = setup_of(changed, world, traces.get((tensor, context)))
+            traces[tensor, context] = setup.traces
+            plan = plan_memory(setup, memory)
+            peaks.append(plan.peak)
+            backend, *_ = _attention_of(plan, entry, is_here=gpu is None)
+            step = predict_step(plan, entry, backend)
+            if plan.fits and step is not None:
+                layouts.append(Layout(samples, plan, step))
+        if peaks:
+            why = f"no layout fits: {min(peaks) / GIB:.1f} GiB or more, of {memory / GIB:.1f}; "
+            why += f"`cogfast plan --gpus {world}` shows what helps"
+        found[world] = sorted(layouts, key=lambda layout: layout.step.seconds) or why
+    return found
+
+
+# The columns of each table, by their heads. Only the first one has several layouts of a number of GPUs.
+_TABLES: Mapping[str, Mapping[str, Callable[[Layout], str]]] = {
+    "The fastest layouts that fit:": {
+        "dp x cp x tp": lambda x: " x ".join(map(str, x.mesh)),
+        "accum.": lambda x: f"{x.plan.setup.rules.accumulation}",
+        "global batch": lambda x: f"{x.samples}",
+        "peak GiB": lambda x: f"{x.plan.peak / GIB:.1f}",
+        "step s": lambda x: f"{x.step.seconds:.3f}",
+        "= matmul, attention, memory, links": lambda x: " + ".join(f"{s:.3f}" for s in x.parts),
+        "MFU": lambda x: f"{x.step.mfu:.1%}",
+        "samples/s": lambda x: f"{x.step.samples_per_second:.3g}",
+    },
+    "What a GPU sends in a step of the first layout of each, by NVLink (or PCIe) and InfiniBand:": {
+        "GB in its machine": lambda x: f"{x.step.links.machine_bytes / 1e9:.2f}",
+        "take s": lambda x: f"{x.step.links.machine_seconds:.3f}",
+        "GB to other machines": lambda x: f"{x.step.links.network_bytes / 1e9:.2f}",
+        "take s ": lambda x: f"{x.step.links.network_seconds:.3f}",
+        "together s": lambda x: f"{x.step.links.seconds:.3f}",
+        "hidden": lambda x: f"{1 - x.step.links.exposed / (x.step.links.seconds or 1):.0%}",
+    },
+}
+
+
+def describe_table(found: Mapping[int, list[Layout] | str], gpu: str | None) -> str:
+    """Return two tables of at most 120 columns. found: by find_layouts. Raises ValueError if no number of GPUs has a layout."""
+    fitting = [each for each in found.values() if not isinstance(each, str)]
+    reasons = [f"--gpus {n}: {why}" for n, why in found.items() if isinstance(why, str)]
+    if not fitting:
+        raise ValueError(reasons[-1])
+    step, setup = fitting[0][0].step, fitting[0][0].plan.setup
+    frames, (rows, columns) = setup.size.num_frames, setup.size.pixels
+    lines = [
+        _model_line(fitting[0][0].plan),
+        f"on: {_find_card(gpu)[0]}, {GPUS_PER_MACHINE} in a machine, ZeRO-{setup.rules.stage}, batches of "
+        f"{setup.batch_size} x {frames} frames of {rows}x{columns}, cached latents",
+        f"All figures are predicted, none was measured; {step.attention_rates}.",
+    ]
+    number = _SHOWN
+    for title, table in _TABLES.items():
+        cells = [["GPUs", *table]]
+        for layout in (layout for each in fitting for layout in each[:number]):
+            gpus = f"{layout.plan.setup.world_size}"
+            cells.append([gpus, *(of(layout) for of in table.values())])
+        widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+        lines += ["", title, *("  ".join(map(str.rjust, row, widths)) for row in cells), *reasons]
+        number, reasons = 1, []
+    return "\n".join([*lines, ""])
